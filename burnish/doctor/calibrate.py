@@ -51,7 +51,7 @@ def calibrate(tables: Tables, sizes: Sizes | None = None) -> dict[str, dict[str,
     return {
         "machines": {
             "cpu_tflops": matmul_flops(sizes, device, torch.float32) / 1e12 / share["matmul"],
-            "cpu_gbs": read_rate(sizes, device, torch.float32) / 1e9 / share["decode"],
+            "cpu_gbs": read_rate(sizes, device, torch.float32) / 1e9 / share["memory"],
         },
         "efficiency": {"host_adam_gbs": adam_rate(sizes) / 1e9},
     }
@@ -65,7 +65,7 @@ def _on_gpu(tables: Tables, sizes: Sizes) -> dict[str, dict[str, float]]:
         flops, read = (f(sizes, device, torch.bfloat16) for f in (matmul_flops, read_rate))
         efficiency |= {
             "matmul": flops / 1e12 / gpu.bf16_tflops,
-            "decode": read / 1e9 / gpu.memory_gbs,
+            "memory": read / 1e9 / gpu.memory_gbs,
             "pcie": copy_rate(sizes, device) / 1e9 / gpu.pcie_gbs,
         }
         if torch.cuda.device_count() > 1:

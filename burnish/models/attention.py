@@ -89,14 +89,16 @@ class PackedPlan:
         """Rectangles of segments of similar size. The shortest segment of a bucket has at least
         half the queries and half the keys of the largest, which bounds the padding however ragged
         the rows are."""
-        return tuple(_bucket(chosen, self.positions.device) for chosen in _similar(self.segments))
+        return tuple(
+            _bucket(chosen, self.positions.device) for chosen in similar_segments(self.segments)
+        )
 
     @cached_property
     def inverse(self) -> Tensor:
         """[M] index of each token in the concatenated outputs of the buckets."""
         inverse = np.empty(self.positions.numel(), dtype=np.int64)
         done = 0
-        for chosen in _similar(self.segments):
+        for chosen in similar_segments(self.segments):
             width = max(s.q_len for s in chosen)
             for row, segment in enumerate(chosen):
                 first = done + row * width
@@ -193,8 +195,8 @@ def plan_segments(
     )
 
 
-def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Return the segments of each bucket, the longest first."""
+def similar_segments(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Return the segments of each bucket of :attr:`PackedPlan.buckets`, the longest first."""
     order = sorted(segments, key=lambda s: (s.q_len, s.k_len))
     buckets: list[list[Segment]] = []
     while order:

@@ -42,6 +42,7 @@ from burnish.models.sdpa import Kernels
 from burnish.models.units import layers_of
 from burnish.plan.shapes import ModelShape
 from burnish.plan.tracking import LiveBytes
+from burnish.plan.work import PassWork, WorkCounter
 from burnish.train.forward import enable_checkpointing
 from burnish.train.optim import Optimizer
 from burnish.train.row_layout import Layout, RowSize, count_tokens, place_rows, segments_of
@@ -117,6 +118,8 @@ class Peaks:
     """Part of ``other`` that the log-prob head takes."""
     how: str
     """Description of the method."""
+    work: PassWork | None = None
+    """Operations of the pass, without the FLOPs of attention; None if they were not traced."""
 
     @property
     def peak(self) -> float:
@@ -171,9 +174,9 @@ def key_of(shape: ModelShape) -> _Key:
 
 
 def extended(first: Peaks, longer: Mapping[str, Peaks], more: Mapping[str, int]) -> Peaks:
-    """Extrapolate peaks linearly from a traced depth to the full depth. ``longer``: peaks with one
-    additional layer of each kind; ``more``: number of layers of each kind to add. The stage
-    "middle" is left out, because its peaks lie between those of "top" and "bottom"."""
+    """Extrapolate peaks and work linearly from a traced depth to the full depth. ``longer``: peaks
+    with one additional layer of each kind; ``more``: number of layers of each kind to add. The
+    stage "middle" is left out, because its peaks lie between those of "top" and "bottom"."""
 
     def at(select: Any) -> dict[str, float]:
         start = select(first)
@@ -186,8 +189,12 @@ def extended(first: Peaks, longer: Mapping[str, Peaks], more: Mapping[str, int])
             out[stage] = have + sum((steps[k].get(stage, 0) - have) * n for k, n in more.items())
         return out
 
-    depth = len(longer) and f"traced at {len(longer) + 1} depths, extended over the layers"
-    return Peaks(at(lambda p: p.total), at(lambda p: p.other), first.output, str(depth))
+    work = first.work
+    for kind, peaks in longer.items():
+        if work is not None and first.work is not None and peaks.work is not None:
+            work += (peaks.work + first.work * -1.0) * more[kind]
+    how = f"traced at {len(longer) + 1} depths, extended over the layers" if longer else "0"
+    return Peaks(at(lambda p: p.total), at(lambda p: p.other), first.output, how, work)
 
 
 def kinds_of(shape: ModelShape) -> list[str] | None:
@@ -286,7 +293,7 @@ class _Trace:
                 parameter.data = parameter.data.to(DTYPES[self.dtype])
         if work.kernels is None:
             use_fp32_products(model, DTYPES[self.dtype])
-        self.live = LiveBytes()
+        self.live, self.counter = LiveBytes(), WorkCounter()
         self.output = 0.0
 
     def _complete(self, holder: Tensor, _: Tensor) -> None:
@@ -301,13 +308,14 @@ class _Trace:
         if self.optimizer is not None:
             resident += [m for m in self.optimizer.masters]
         plan = fake_plan(work)
-        with live:
+        with self.counter, live:
             live.hold(resident)
             base = live.now
             handles = self._watch() if work.train else []
             for last in (False, True) if work.train and work.accumulates else (True,):
                 live.peaks.clear()
-                live.stage("forward")
+                self.counter.clear()
+                self._stage("forward")
                 with torch.set_grad_enabled(work.train):
                     self._pass(plan)
                 del last
@@ -315,7 +323,15 @@ class _Trace:
                 handle.remove()
         total = {s: float(t - base) for s, (t, _) in live.peaks.items()}
         other = {s: float(o - base) for s, (_, o) in live.peaks.items()}
-        return Peaks(total, other, self.output, "traced")
+        counted, few = self.counter.counted, _CHUNKS * work.chunk_tokens
+        more = max(0, work.actions - few) / few  # chunks that were not traced
+        counted = PassWork(counted.body, counted.head * (1.0 + more))
+        return Peaks(total, other, self.output, "traced", counted)
+
+    def _stage(self, name: str) -> None:
+        """Start a stage of the pass."""
+        self.live.stage(name)
+        self.counter.in_head = name == "head"
 
     def _watch(self) -> list[Any]:
         """Register hooks that mark the stages of backward. The stage of a layer begins when the
@@ -333,7 +349,7 @@ class _Trace:
     def _hook(self, stage: str, _module: Any, _args: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda _grad: self.live.stage(stage))
+            tensor.register_hook(lambda _grad: self._stage(stage))
 
     def _pass(self, plan: Any) -> None:
         """Run the same operations as ``TorchTrainEngine._outputs`` and its backward pass."""
@@ -363,7 +379,7 @@ class _Trace:
         if work.with_entropy and not work.entropy_gradient:
             result = result[:1]
         loss = sum(((x.exp() * batch[2]).sum() for x in result), torch.zeros(()))
-        self.live.stage("head")
+        self._stage("head")
         loss.backward()
 
     def _outputs(self, hidden: Tensor, tokens: Tensor, place: Tensor) -> list[Tensor]:
@@ -372,6 +388,7 @@ class _Trace:
         read = torch.zeros(actions, dtype=torch.int64)
         at_reads = hidden[place[read]]
         before = self.live.now
+        self.counter.in_head = True
         outputs: list[Tensor | None]
         if work.states:
             outputs = [at_reads]

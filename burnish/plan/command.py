@@ -19,6 +19,7 @@ from burnish.config.job import JobConfig
 from burnish.config.load import changed_config
 from burnish.observe.metrics import read_metrics
 from burnish.observe.timeline import SCORING
+from burnish.plan.faster import faster
 from burnish.plan.fit import fewer_ranks, fit, split_text, splits
 from burnish.plan.hardware import (
     GB,
@@ -36,7 +37,7 @@ from burnish.plan.time import Rates, ResponseLengths, estimate, rate_key
 
 _NOT_IN_A_STEP = frozenset({"load", "wait", "eval", "checkpoint", "rollout_sync"})
 """Spans of the plan that no step of the estimate contains."""
-_ASSUMED = "peak speeds and assumed efficiencies"
+_ASSUMED = "counted work and the rates of hardware.yaml"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def plan_text(
     if fitting is not None:
         fitting = fitting.with_overrides(ranks)
     time = estimate(config, hardware, rates)
+    changes = faster(config, hardware, plan, time.seconds, assume=options.assume, rates=rates)
     if options.write is not None and fitting is not None and fitting.proposals:
         _write(options.write, fitting.proposals[0].config, cluster=options.cluster)
     if options.as_json:
@@ -100,11 +102,14 @@ def plan_text(
                 for p in fitting.proposals
             ]
             tree["smallest_cluster"] = fitting.smallest
+        tree["faster"] = [asdict(change) for change in changes]
         tree["models"] = list(notes)
         return json.dumps(tree, indent=1), plan.fits
     times = [time.to_text()]
     if best := split_text(config, hardware, rates, time.seconds):
         times.append(f"  {best}")
+    if changes:
+        times += ["  settings that would save most:", *(f"    {change}" for change in changes)]
     parts = [plan.to_text(details=options.details), "\n".join(times)]
     parts += ["\n".join(["models", *(f"  {note}" for note in notes)])] if notes else []
     if fitting is not None:

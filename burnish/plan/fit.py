@@ -149,11 +149,12 @@ def candidates(config: JobConfig, hardware: Hardware) -> list[list[str]]:
             profile.alternatives(job.trained),
             [[], [f"train.gradient_checkpointing={switched}"]],
         ]
-        options.append(_micro_batches(job.trained, job.batch))
+        options.append(micro_batches(job.trained, job.batch))
     return [[*itertools.chain(*chosen)] for chosen in itertools.product(*options)]
 
 
-def _micro_batches(role: TrainRole, plan: BatchPlan) -> list[list[str]]:
+def micro_batches(role: TrainRole, plan: BatchPlan) -> list[list[str]]:
+    """Return the overrides of some sizes of micro-batches. The first is empty: the present one."""
     budget = role.train.max_tokens_per_micro_batch
     if budget is not None:
         sizes = [budget // 4, budget // 2, 2 * budget]

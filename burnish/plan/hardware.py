@@ -25,6 +25,8 @@ GB = 1e9
 GIB = float(1 << 30)
 USER_FILE = Path("~/.config/burnish/gpus.yaml")
 _FIELDS = ("memory_gib", "bf16_tflops", "fp32_tflops", "memory_gbs", "link_gbs", "pcie_gbs")
+_OLDER_SHARES = {"decode": "memory"}
+"""Names of ``efficiency`` in files written by an earlier version."""
 _CGROUP = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -127,6 +129,10 @@ def _merge(tree: dict[str, Any], path: Path) -> None:
         more = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PlanError(f"{path} cannot be read as YAML: {error}") from None
+    if isinstance(more, dict) and isinstance(shares := more.get("efficiency"), dict):
+        for older, name in _OLDER_SHARES.items():
+            if older in shares:
+                shares.setdefault(name, shares.pop(older))
     for part, entries in more.items() if isinstance(more, dict) else [("?", None)]:
         if part not in tree or not isinstance(entries, dict):
             raise PlanError(

@@ -42,6 +42,8 @@ class Row:
     """``device`` (the GPU; on a machine without one, its memory), ``host`` or ``disk``."""
     ranks: str = "each"
     """``each`` rank, or ``first``: rank 0 (of a rollout engine over several GPUs: one process)."""
+    on_node: int = 1
+    """Ranks that have it, on the node with most ranks of the role."""
 
 
 @dataclass(frozen=True)
@@ -109,24 +111,21 @@ class Plan:
         return bool(self.problems) or any(p.margin + self.guessed < 0 for p in self.peaks)
 
     def verdict(self) -> str:
-        """Return whether the job fits, and the worst peak of each place, as text."""
+        """Return as text whether the job fits, with the tightest peak; then the worst peaks of the
+        other places."""
         worst: dict[tuple[str, str], Peak] = {}
         for peak in self.peaks:
             have = worst.get((peak.place, peak.where))
             if have is None or peak.bytes > have.bytes:
                 worst[peak.place, peak.where] = peak
-        lines = [
-            f"{p.place}, {p.where} memory: {_gb(p.bytes)} of {_gb(p.limit)} GB in {p.phase}; "
-            f"{_gb(abs(p.margin))} GB ({abs(100 * p.margin / p.limit):.0f}%) "
-            + ("free" if p.margin >= 0 else "over the limit")
-            for p in worst.values()
-        ]
         if self.fits:
             tight = self.worst.margin / self.worst.limit < TIGHT
             head = "fits, with a small margin" if tight else "fits"
         else:
             head = "does not fit"
-        return "\n".join([f"verdict: {head}", *(f"  {x}" for x in (*lines, *self.problems))])
+        first, *others = sorted(worst.values(), key=lambda peak: peak.margin / peak.limit)
+        lines = [f"verdict: {head}; {_peak_text(first)}", *self.problems, *map(_peak_text, others)]
+        return "\n  ".join(lines)
 
     def to_json(self) -> str:
         """Return the plan as JSON, with ``fits`` and the margin of the worst peak."""
@@ -141,6 +140,7 @@ class Plan:
     def to_text(self, *, details: bool = False) -> str:
         """Return the plan as text. ``details``: add every row with its calculation."""
         parts = [
+            self.verdict(),
             f"plan of {self.job} on {self.hardware}",
             "\n".join(self.models),
             "\n".join(f"{n:<30} {value:>8}  {origin}".rstrip() for n, value, origin in self.batch),
@@ -156,12 +156,20 @@ class Plan:
                 + "\n".join(f"  {s}" for s in self.savings)
             )
         parts.append("assumed:\n" + "\n".join(f"  - {a}" for a in self.assumptions))
-        parts.append(self.verdict())
         return "\n\n".join(p for p in parts if p)
 
 
+def _peak_text(peak: Peak) -> str:
+    return (
+        f"{peak.place}, {peak.where} memory: {_gb(peak.bytes)} of {_gb(peak.limit)} GB in "
+        f"{peak.phase}; {_gb(abs(peak.margin))} GB ({abs(100 * peak.margin / peak.limit):.0f}%) "
+        + ("free" if peak.margin >= 0 else "over the limit")
+    )
+
+
 def _table(rows: Iterable[Row]) -> str:
-    """Return a table of GB by role and phase: device memory by purpose, then host memory."""
+    """Return a table of GB by role and phase: device memory of a rank by purpose, then host memory
+    of all ranks of the role on a node."""
     sums: dict[tuple[str, str], dict[str, float]] = {}
     hosts: dict[tuple[str, str], float] = {}
     for row in rows:
@@ -171,16 +179,16 @@ def _table(rows: Iterable[Row]) -> str:
             held[row.item] = held.get(row.item, 0.0) + row.bytes
         elif row.where == "host":
             sums.setdefault(key, {})
-            hosts[key] = hosts.get(key, 0.0) + row.bytes
+            hosts[key] = hosts.get(key, 0.0) + row.bytes * row.on_node
     width = max((len(role) for role, _ in sums), default=4) + 1
     head = f"{'GB by rank':<{width}} {'phase':<17}" + "".join(f"{h:>7}" for h in _HEADS)
-    lines = [head + f"{'total':>8}{'host':>8}"]
+    lines = [head + f"{'total':>8}{'node host':>11}"]
     last = None
     for (role, phase), held in sums.items():
         name, last = ("" if role == last else role), role
         cells = "".join(f"{_cell(held.get(item, 0.0)):>7}" for item in ITEMS)
         host = _cell(hosts.get((role, phase), 0.0))
-        lines.append(f"{name:<{width}} {phase:<17}{cells}{_gb(sum(held.values())):>8}{host:>8}")
+        lines.append(f"{name:<{width}} {phase:<17}{cells}{_gb(sum(held.values())):>8}{host:>11}")
     return "\n".join(lines)
 
 
@@ -192,7 +200,9 @@ def _places_text(peaks: Iterable[Peak]) -> str:
     lines = ["peak memory of each GPU or node, GB:"]
     for (place, where), phases in places.items():
         by_phase = ", ".join(f"{p.phase} {_gb(p.bytes)}" for p in phases)
-        lines.append(f"  {place} ({where}, {_gb(phases[0].limit)}): {by_phase}")
+        limit = phases[0].limit
+        room = f"{_gb(limit)} GB = {_gb(limit * GB / 2**30)} GiB"
+        lines.append(f"  {place} ({where}, {room}): {by_phase}")
     return "\n".join(lines)
 
 

@@ -66,7 +66,7 @@ def make_plan(config: JobConfig, hardware: Hardware, *, assume: Iterable[str] = 
         hardware=str(hardware),
         models=tuple(dict.fromkeys(_model_lines(roles.values()))),
         batch=() if job.batch is None else tuple(batch_table(job.batch)),
-        rows=tuple(_rows(roles.values())),
+        rows=tuple(_rows(roles.values(), _nodes(placements, hardware))),
         peaks=tuple(peaks),
         disk_per_checkpoint=disk,
         assumptions=tuple(_assumptions(job, hardware, roles.values(), assumptions, disk)),
@@ -298,12 +298,13 @@ def _on_node(
 # ---- text ------------------------------------------------------------------------------------
 
 
-def _rows(roles: Iterable[RoleMemory]) -> Iterable[Row]:
+def _rows(roles: Iterable[RoleMemory], nodes: Sequence[dict[str, int]]) -> Iterable[Row]:
     for role in roles:
+        on_node = max((node.get(role.role, 0) for node in nodes), default=0) or 1
         name = f"{role.role} x{role.ranks}" if role.ranks > 1 else role.role
         for phase in _phases([role]):
             for item in (*role.resident[phase], *role.passing.get(phase, ())):
-                yield Row(name, phase, item.name, item.bytes, item.how, item.where)
+                yield Row(name, phase, item.name, item.bytes, item.how, item.where, on_node=on_node)
             for item in role.first.get(phase, ()):
                 yield Row(name, phase, item.name, item.bytes, item.how, item.where, "first")
 

@@ -17,6 +17,7 @@ from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import SIZES, EngineSetup, Item, total
 from burnish.plan.shapes import AdapterError, ModelShape, PlanError, shape_of
+from burnish.plan.work import PassWork, work_by_formula
 from burnish.train.host_memory import CHUNK_BYTES
 from burnish.train.row_layout import RowSize
 
@@ -136,6 +137,21 @@ def peaks_of(setup: EngineSetup, work: Pass, margin: float) -> tuple[Peaks, floa
             f"are computed by the formula in docs/memory.md, with {margin:.0%} added"
         )
         return wider, extra, note
+
+
+def work_of(setup: EngineSetup, work: Pass) -> PassWork:
+    """Return the operations of a pass, traced or, if that fails, by a formula."""
+    try:
+        traced = measure(key_of(setup.shape), work).work
+    except TraceError:
+        traced = None
+    return traced or work_by_formula(
+        setup.shape,
+        tokens=work.tokens,
+        actions=work.actions,
+        train=work.train,
+        checkpointing=work.checkpointing,
+    )
 
 
 def by_formula(setup: EngineSetup, work: Pass) -> Peaks:

@@ -1,8 +1,8 @@
 """The plan of a rollout engine: its load, and what the file ``memory.py`` of its kind reports.
 
 ``role_memory``: memory on one rank, by phase. ``rows_at_once``: rows that the cache holds.
-``suggestions``: changes that need less memory. ``settings``: overrides that ``plan --fit``
-tries."""
+``decode_step``: kernels of a decode step. ``suggestions``: changes that need less memory.
+``settings``: overrides that ``plan --fit`` tries."""
 
 from __future__ import annotations
 
@@ -56,6 +56,14 @@ def rollout_settings(config: JobConfig, job: JobSpec, hardware: Hardware) -> lis
         config, job.rollout, job.rollout.engine, hardware, inline=job.inline
     )
     return settings
+
+
+def decode_step(role: RolloutRole, shape: ModelShape, length: float) -> DecodeStep:
+    """Return the kernels of a decode step whose rows have ``length`` tokens."""
+    step: DecodeStep = module_of(role.engine, "memory").decode_step(
+        role.engine, layers=len(shape.layers), length=length
+    )
+    return step
 
 
 def responses_at_once(role: RolloutRole) -> int:
@@ -123,6 +131,18 @@ def file_bytes(role: RolloutRole, shape: ModelShape) -> float:
     """Return the maximum size of a file of weights."""
     largest = max(weight.numel for unit in shape.units for weight in unit.base)
     return float(largest * SIZES[role.dtype] + FILE_BYTES)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Kernels of one decode step on a GPU, and the keys that it reads."""
+
+    recorded: float
+    """Kernels of a recorded graph, each of which takes a few microseconds at least."""
+    launched: float
+    """Kernels that the host launches one by one."""
+    cached: float
+    """Positions of a row's cache that attention reads."""
 
 
 @dataclass(frozen=True)

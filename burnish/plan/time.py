@@ -1,10 +1,10 @@
-"""Rough estimate of a step's time: FLOPs, bytes and traffic, divided by assumed shares of peak
-speeds.
+"""Estimate of a step's time: the counted work of each phase (``work.py``), divided by the rates
+that kernels reach (``speeds.py``).
 
-Use it to compare layouts, not as a guarantee: the shares (``efficiency`` in ``hardware.yaml``) are
-assumed until they are measured. In a synchronous run every phase waits for the previous one, as in
-``steps/rl.py``. A step is therefore the sum of its phases, and a GPU is idle in phases in which its
-roles do not work. ``overlap.py`` combines the two sides of an asynchronous run.
+The rates were measured for one small model on two cards. Use the estimate to compare settings, and
+``--rates`` for times of a known run. In a synchronous run every phase waits for the previous one,
+as in ``steps/rl.py``. A step is therefore the sum of its phases, and a GPU is idle in phases in
+which its roles do not work. ``overlap.py`` combines the two sides of an asynchronous run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ from burnish.config.job import JobConfig
 from burnish.config.placement import placement_groups
 from burnish.config.roles import JobSpec, RolloutRole, RowLengths, TrainRole
 from burnish.config.sync import SyncConfig
+from burnish.plan.activations import Pass
 from burnish.plan.engine_profile import TrainEngineProfile, profile_of
 from burnish.plan.hardware import Hardware
 from burnish.plan.model_state import SIZES, EngineSetup, step_work, total
 from burnish.plan.overlap import Overlap, Sides, overlap, seconds_text
-from burnish.plan.role_base import positions
-from burnish.plan.rollout_role import bytes_per_token, responses_at_once, rows_at_once
+from burnish.plan.role_base import Context, positions, work_of
+from burnish.plan.rollout_role import (
+    bytes_per_token,
+    decode_step,
+    responses_at_once,
+    rows_at_once,
+)
 from burnish.plan.shapes import ModelShape, matrix_flops, shape_of
-from burnish.plan.train_role import setup_of
+from burnish.plan.speeds import Speeds
+from burnish.plan.train_role import passes_of, setup_of
+from burnish.plan.work import attention_work
+from burnish.train.row_layout import RowSize
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class TimePlan:
     """Placement -> share of a step in which its GPUs are idle."""
     overlap: Overlap | None = None
     """The two sides of an asynchronous run. None: one phase after the other."""
-    rates: str = "peak speeds and assumed efficiencies"
+    rates: str = "counted work and the rates of hardware.yaml"
     """Source of the speeds."""
 
     @property
@@ -204,6 +213,11 @@ class _Batch:
     engines: int
     """Rollout workers or servers, which share the responses of all."""
 
+    @property
+    def running(self) -> float:
+        """Responses in progress at a mean step: fewer than ``rows`` while the longest end."""
+        return min(self.rows, self.sequences * self.mean / self.steps)
+
 
 class _Clock:
     def __init__(
@@ -211,65 +225,21 @@ class _Clock:
     ) -> None:
         """``measured``: lengths of single responses; None: assumed."""
         self.job, self.hardware, self.measured = job, hardware, measured
-        self.share = hardware.tables.efficiency
+        self.context = Context(job, hardware, frozenset())
+        self.share, self.speeds = hardware.tables.efficiency, Speeds(hardware)
         self.samples, self.updates = job.rows_per_step, job.updates_per_step
-
-    # ---- speeds --------------------------------------------------------------------------
-
-    def flops_per_s(self, half: bool) -> float:
-        gpu = self.hardware.gpu
-        machines = self.hardware.tables.machines
-        peak = (
-            machines["cpu_tflops"] if gpu is None else gpu.bf16_tflops if half else gpu.fp32_tflops
-        )
-        return peak * 1e12 * self.share["matmul"]
-
-    @property
-    def _cpu_gbs(self) -> float:
-        return self.hardware.tables.machines["cpu_gbs"]
-
-    def memory_bytes_per_s(self) -> float:
-        gpu = self.hardware.gpu
-        return (self._cpu_gbs if gpu is None else gpu.memory_gbs) * 1e9 * self.share["decode"]
-
-    def link_bytes_per_s(self, ranks: int) -> float:
-        gpu = self.hardware.gpu
-        if gpu is None:
-            return self._cpu_gbs * 1e9
-        inside = ranks <= self.hardware.gpus_per_node
-        speed = gpu.link_gbs if inside else min(gpu.link_gbs, self.hardware.network_gbs)
-        return speed * 1e9 * self.share["link"]
-
-    def pcie_bytes_per_s(self) -> float:
-        gpu = self.hardware.gpu
-        return (self._cpu_gbs if gpu is None else gpu.pcie_gbs) * 1e9 * self.share["pcie"]
 
     # ---- train engines -------------------------------------------------------------------
 
     def engine(self, role: TrainRole) -> list[Part]:
-        ranks = role.ranks
         setup, rows = setup_of(self.job, role)
         profile = profile_of(setup)
-        length, prompt = self._mean_lengths(role.lengths, setup.model)
-        group = self.job.samples_per_prompt
-        shares = setup.train.layout == "shared_prefix"
-        tokens = length - (prompt * (1 - 1 / group) if shares else 0.0)
-        per_token = flops(setup.model, length)
-        model_parallel = setup.train.engine.ranks_per_row
-        passes = max(1.0, model_parallel * self.samples / ranks / max(1, len(rows)))
-        work = self.samples / ranks * tokens * per_token
         parts = []
-        times = len(role.passes)
-        if times:
-            seconds, formula = self._pass(profile, times * work, times * passes, trains=False)
-            parts.append(Part(role.name, "log-probs", seconds, formula))
+        for work in passes_of(self.context, setup, role, rows).values():
+            times = self.job.epochs_per_rollout if work.train else len(role.passes)
+            if times:
+                parts.append(self._pass(role, profile, work, times))
         if setup.trainable:
-            factor = (2.0 if setup.shape.adapters else 3.0) + setup.train.gradient_checkpointing
-            epochs = self.job.epochs_per_rollout
-            seconds, formula = self._pass(
-                profile, epochs * work * factor, epochs * passes, trains=True
-            )
-            parts.append(Part(role.name, "forward/backward", seconds, formula))
             parts += self._step(profile, role.name)
         if role.sync is not None:
             parts += self._transfer(setup, role.sync)
@@ -277,9 +247,80 @@ class _Clock:
             size = total([item for item in profile.state() if item.where == "device"])
             times = 2 if role.trainable else 1
             formula = f"{times} x {size / 1e9:.1f} GB between GPU and host memory"
-            seconds = times * size / self.pcie_bytes_per_s()
+            seconds = times * size / self.speeds.pcie_bytes_per_s()
             parts.append(Part(role.name, "offload", seconds, formula))
         return parts
+
+    def _pass(self, role: TrainRole, profile: TrainEngineProfile, work: Pass, times: int) -> Part:
+        """Return one phase of passes over all rows of a step, ``times`` times: the largest of the
+        device's time, the host's time to launch its kernels, and link time."""
+        setup, rows = profile.setup, work.rows
+        phase = "forward/backward" if work.train else "log-probs"
+        length, prompt = self._mean_lengths(role.lengths, setup.model)
+        samples = self.samples * times / setup.ranks  # rows that a rank computes
+        shares = work.layout == "shared_prefix" and any(row.prompt > 1 for row in rows)
+        computed = length - (prompt * (1 - 1 / self.job.samples_per_prompt) if shares else 0.0)
+        budget = setup.train.max_tokens_per_micro_batch
+        whole = samples * setup.train.engine.ranks_per_row / role.tensor_parallel
+        passes = max(1.0, whole * computed / budget if budget else whole / max(1, len(rows)))
+        counted = work_of(setup, work)
+        # Without a config of its share, a tensor-parallel rank is traced as the entire model.
+        parallel = role.tensor_parallel if setup.unsharded is None else 1
+        body = counted.body * (samples * computed / work.tokens / parallel)
+        head = counted.head * (samples * (length - prompt) / max(1, work.actions) / parallel)
+        spread = self._spread(role, setup.model, rows)
+        attention = attention_work(setup.shape, spread, work.layout, flash=work.flash)
+        factor = (3.5 + work.checkpointing if work.train else 1.0) * samples / len(rows) / parallel
+        kernels = self.speeds.kernel_seconds(body + head, attention * factor, half=setup.half)
+        if role.tensor_parallel > 1:  # two sums over the ranks per layer and pass, not overlapped
+            sums = (4 + 2 * work.checkpointing if work.train else 2) * len(setup.shape.layers)
+            summed = sums * samples * computed * setup.shape.hidden_size * setup.weight_size
+            rate = self.speeds.link_bytes_per_s(role.tensor_parallel)
+            kernels["sums over ranks"] = 2 * summed / rate
+        launch = self.speeds.launch_s((counted.body + counted.head).kernels * passes)
+        compute = max(sum(kernels.values()), launch)
+        sent = profile.traffic(passes=passes, updates=self.updates, trains=work.train)
+        wait = sent / self.speeds.link_bytes_per_s(setup.ranks)
+        if wait > compute:
+            how = f"communication: {sent / 1e9:.0f} GB per rank (compute: {compute:.1f} s)"
+            return Part(role.name, phase, wait, how)
+        parts = (f"{name} {part / sum(kernels.values()):.0%}" for name, part in kernels.items())
+        how = f"compute: {', '.join(parts)}"
+        if launch >= compute:
+            how = f"the host launches {(counted.body + counted.head).kernels:.0f} kernels per pass"
+        flops = (body + head).matmul_flops + factor * attention.total
+        how += f"; {flops:.2e} FLOPs per rank"
+        return Part(
+            role.name, phase, compute, how + (f" (communication: {wait:.1f} s)" if wait else "")
+        )
+
+    def _spread(
+        self, role: TrainRole, shape: ModelShape, rows: Sequence[RowSize]
+    ) -> tuple[RowSize, ...]:
+        """Return rows of a micro-batch whose responses have evenly spread lengths, with the assumed
+        or measured mean."""
+        length, prompt = self._mean_lengths(role.lengths, shape)
+        most = self._most(role.lengths, shape)
+        least = max(1.0, 2 * (length - prompt) - most)
+        prompt = prompt if rows[0].prompt > 1 else 0.0
+        return tuple(
+            RowSize(
+                round(prompt + least + (most - least) * (i + 0.5) / len(rows)),
+                max(1, round(prompt)),
+                row.group,
+            )
+            for i, row in enumerate(rows)
+        )
+
+    def _moves(self, role: TrainRole, profile: TrainEngineProfile) -> list[Part]:
+        """Return the moves of an offloaded role in a step: to the device and, if its tensors have
+        changed, back."""
+        if not role.offload:
+            return []
+        size = total([item for item in profile.state() if item.where == "device"])
+        times = 2 if role.trainable else 1
+        formula = f"{times} x {size / 1e9:.1f} GB between GPU and host memory"
+        return [Part(role.name, "offload", times * size / self.speeds.pcie_bytes_per_s(), formula)]
 
     def _mean_lengths(self, lengths: RowLengths, shape: ModelShape) -> tuple[float, float]:
         length, prompt = lengths.within(positions(shape))
@@ -288,18 +329,12 @@ class _Clock:
             return length * share, prompt * share
         return prompt * share + min(self.measured.mean, length - prompt), prompt * share
 
-    def _pass(
-        self, profile: TrainEngineProfile, work: float, passes: float, *, trains: bool
-    ) -> tuple[float, str]:
-        """Return the larger of computing time and link time of a pass, with a description."""
-        compute = work / self.flops_per_s(profile.setup.half)
-        sent = profile.traffic(passes=passes, updates=self.updates, trains=trains)
-        wait = sent / self.link_bytes_per_s(profile.setup.ranks)
-        if wait > compute:
-            return wait, (f"communication: {sent / 1e9:.0f} GB per rank (compute: {compute:.1f} s)")
-        return compute, f"compute: {work:.2e} FLOPs per rank" + (
-            f" (communication: {wait:.1f} s)" if wait else ""
-        )
+    def _most(self, lengths: RowLengths, shape: ModelShape) -> float:
+        """Return the tokens of the longest response of a step."""
+        length, prompt = lengths.within(positions(shape))
+        if self.measured is None or lengths.episodes is not None:
+            return float(length - prompt)
+        return min(self.measured.longest, length - prompt)
 
     def _step(self, profile: TrainEngineProfile, role: str) -> list[Part]:
         """Return the update of all parameters, and the optimizer's other work."""
@@ -307,19 +342,19 @@ class _Clock:
         if setup.train.engine.offloads_optimizer and self.hardware.gpu is not None:
             node = min(setup.ranks, self.hardware.gpus_per_node)
             host = entries * 28 * node / (self.share["host_adam_gbs"] * 1e9)
-            seconds = host + entries * (4 + setup.weight_size) / self.pcie_bytes_per_s()
+            seconds = host + entries * (4 + setup.weight_size) / self.speeds.pcie_bytes_per_s()
             formula = f"Adam on the host: {entries * node / 1e9:.1f}e9 parameters per node"
         else:
-            seconds = entries * 28 / self.memory_bytes_per_s()
+            seconds = entries * 28 / self.speeds.memory_bytes_per_s()
             formula = f"Adam: {entries / 1e9:.2f}e9 parameters per rank"
         parts = [Part(role, "step", self.updates * seconds, f"{self.updates} x {formula}")]
         work = step_work(setup)
         flops = 0.0 if work is None else work.flops * entries / max(1, setup.trained)
         if work is not None and flops:
-            seconds = flops / self.flops_per_s(work.half)
+            seconds = flops / self.speeds.flops_per_s(work.half)
             formula = f"{work.purpose}: {flops:.2e} FLOPs per rank"
             if entries < setup.trained:  # gathered on one rank, and its result is scattered
-                sent = 8.0 * entries / self.link_bytes_per_s(setup.ranks)
+                sent = 8.0 * entries / self.speeds.link_bytes_per_s(setup.ranks)
                 seconds, formula = seconds + sent, f"{formula}, communication {sent:.2g} s"
             parts.append(Part(role, "step", self.updates * seconds, f"{self.updates} x {formula}"))
         return parts
@@ -332,12 +367,16 @@ class _Clock:
             return [self._sync(setup)]
         size = setup.model.parameters * setup.weight_size
         if self.job.inline:
-            seconds, formula = 2 * size / self.memory_bytes_per_s(), "a copy in this process"
+            seconds, formula = 2 * size / self.speeds.memory_bytes_per_s(), "a copy in this process"
         elif sync.ray_store is None:
             return [self._sync(setup)]  # a connection, which needs both sides
         else:
-            seconds, formula = size / self.pcie_bytes_per_s(), f"{size / 1e9:.1f} GB of host memory"
-        load, way = seconds, "between two decode steps"
+            seconds, formula = (
+                size / self.speeds.to_host_bytes_per_s(),
+                f"{size / 1e9:.1f} GB of host memory",
+            )
+        load = seconds if self.job.inline else size / self.speeds.pcie_bytes_per_s()
+        way = "between two decode steps"
         if rollout.on_servers:
             load, way = self._files(size)
         return [
@@ -348,7 +387,7 @@ class _Clock:
     def _files(self, size: float) -> tuple[float, str]:
         """Return the time in which weights of ``size`` bytes are copied into files in memory and
         out of them, with a description. Each copy reads and writes."""
-        seconds = 4 * size / (self._cpu_gbs * 1e9)
+        seconds = 4 * size / self.speeds.host_bytes_per_s
         return seconds, "written to files in memory, and read by the servers"
 
     def _sync(self, setup: EngineSetup) -> Part:
@@ -358,12 +397,14 @@ class _Clock:
         seconds, formula = 0.0, "shared weights"
         if not self.job.inline:
             formula = f"{size / 1e9:.1f} GB through host memory"
-            seconds = 2 * size / self.pcie_bytes_per_s()
+            seconds = (
+                size / self.speeds.to_host_bytes_per_s() + size / self.speeds.pcie_bytes_per_s()
+            )
             if self.hardware.nodes > 1:
                 seconds += size / (self.hardware.network_gbs * 1e9 * self.share["link"])
         elif rollout is not None and not rollout.shares_weights and not on_servers:
             copies = 1 if rollout.asynchronous is None else 2  # a staged copy, and its load
-            seconds = copies * 2 * size / self.memory_bytes_per_s()
+            seconds = copies * 2 * size / self.speeds.memory_bytes_per_s()
             formula = "copy within the GPU"
         if on_servers:
             files, way = self._files(size)
@@ -376,14 +417,13 @@ class _Clock:
         shape = shape_of(role.model.model_copy(update={"lora": None}))
         batch = self.sampling_batch(role)
         prompt = batch.length - batch.mean
-        parts, speed = role.tensor_parallel, self.flops_per_s(role.dtype != "fp32")
-        size = shape.parameters * SIZES[role.dtype] / parts
-        read = size + batch.rows * (prompt + batch.mean / 2) * (
-            bytes_per_token(shape, role.dtype) / parts
-        )
+        parts, speed = role.tensor_parallel, self.speeds.flops_per_s(role.dtype != "fp32")
+        step = decode_step(role, shape, prompt + batch.mean / 2)
+        cache = batch.running * step.cached * bytes_per_token(shape, role.dtype)
+        read = (shape.parameters * SIZES[role.dtype] + cache) / parts
         token = max(
-            read / self.memory_bytes_per_s(),
-            batch.rows * flops(shape, batch.length) / parts / speed,
+            self.speeds.decode_seconds(read, step.recorded, step.launched),
+            batch.running * flops(shape, batch.length) / parts / speed,
         )
         tokens = batch.sequences / role.samples_per_prompt * prompt
         prefill = tokens * flops(shape, prompt) / parts
@@ -393,7 +433,8 @@ class _Clock:
                 "rollout",
                 "decode",
                 batch.steps * token,
-                f"{batch.steps:.0f} steps of {batch.rows} rows, {token * 1e3:.1f} ms each",
+                f"{batch.steps:.0f} steps of {batch.rows} rows, {token * 1e3:.1f} ms each "
+                f"(weights and cache: {1e3 * read / self.speeds.memory_bytes_per_s():.1f} ms)",
             ),
         ]
         if role.continues:
@@ -437,7 +478,7 @@ class _Clock:
             return []
         length = batch.length - batch.mean / 2  # half of a response on average
         work = batch.rows * length * flops(shape, length) / role.tensor_parallel
-        seconds = work / self.flops_per_s(role.dtype != "fp32")
+        seconds = work / self.speeds.flops_per_s(role.dtype != "fp32")
         formula = f"new keys and values of {batch.rows} rows of {length:.0f} tokens"
         return [Part("rollout", "recompute", seconds, formula)]
 

@@ -48,7 +48,7 @@ def train_role(context: Context, role: TrainRole) -> RoleMemory:
     job = context.job
     setup, rows = setup_of(job, role, context.assume)
     profile = profile_of(setup)
-    passes = _passes(context, setup, role, rows)
+    passes = passes_of(context, setup, role, rows)
     peaks, notes, guessed = {}, [], 0.0
     for name, work in passes.items():
         pass_peaks, extra, note = peaks_of(setup, work, context.overhead["fallback_margin"])
@@ -208,11 +208,11 @@ def _update_rows(
     return uniform_rows(len(first) * unit, length, prompt, group=group)
 
 
-def _passes(
+def passes_of(
     context: Context, setup: EngineSetup, role: TrainRole, rows: tuple[RowSize, ...]
 ) -> dict[str, Pass]:
-    """Return the passes of a role by phase. Raises ModelError if the recipe wants FlashAttention
-    and it cannot be used."""
+    """Return the passes of a role through its model by phase, for its largest micro-batch. Raises
+    ModelError if the recipe wants FlashAttention and it cannot be used."""
     train, batch = setup.train, context.job.batch
     use = Use(
         setup.precision.dtype,

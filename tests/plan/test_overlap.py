@@ -131,7 +131,7 @@ def test_an_engine_in_the_process_of_the_trainer_copies_weights_unless_it_shares
     hardware = parse_cluster("A100-80GB")
     config = load_config(RECIPE, [*ALONE, *overrides])
     parts = {(p.role, p.phase): p.seconds for p in estimate(config, hardware).parts}
-    bytes_per_s = hardware.gpu.memory_gbs * 1e9 * hardware.tables.efficiency["decode"]
+    bytes_per_s = hardware.gpu.memory_gbs * 1e9 * hardware.tables.efficiency["memory"]
     assert parts["policy", "sync"] == pytest.approx(copies * 2 * 126_592 * 4 / bytes_per_s)
 
 
@@ -233,6 +233,7 @@ def test_measured_response_lengths_replace_the_assumed_ones(tmp_path):
     assert one["decode"].how.startswith("1 steps of 16 rows")
 
 
+@pytest.mark.usefixtures("only_matrices")
 def test_the_best_split_gives_the_slower_side_more_gpus_and_fit_proposes_it(monkeypatch):
     """On 10 GPUs, p divides the batch of 16, and w takes the rest, at most one worker for each of
     C = 8 groups. If only sampling takes time, p = 1 has most workers; 9 would have no use, so p = 2

@@ -36,6 +36,7 @@ IN_REWARD = (
         ((*IN_REWARD, "model.lora={}"), 2),
     ],
 )
+@pytest.mark.usefixtures("only_matrices")
 def test_time_counts_the_passes_that_the_policy_makes_before_its_updates(overrides, passes):
     """Old log-probs if the update needs them, and the reference's if it is the base of a LoRA
     policy. Each is a third of forward and backward, or half with LoRA, whose frozen weights have no
@@ -68,6 +69,7 @@ def test_muon_adds_the_newton_schulz_iterations_of_its_matrices():
     assert [s - step[0] for s in step[1:]] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.usefixtures("only_matrices")
 def test_epochs_over_a_rollout_repeat_only_the_updates():
     """Four updates on each: one epoch of 4 rows per update, or two of 8. Rows are sampled once, and
     their old log-probs computed once; forward and backward run once per epoch."""
@@ -82,6 +84,7 @@ def test_epochs_over_a_rollout_repeat_only_the_updates():
     assert two == pytest.approx(one)
 
 
+@pytest.mark.usefixtures("only_matrices")
 def test_dpo_with_lora_computes_log_probs_of_its_base():
     """Half of forward and backward, whose frozen weights have no gradient. SimPO needs none."""
     tree = {
@@ -109,6 +112,7 @@ def test_dpo_with_lora_computes_log_probs_of_its_base():
         (["loss=kto", "model.lora={}"], 3, 0),
     ],
 )
+@pytest.mark.usefixtures("only_matrices")
 def test_a_preference_step_counts_the_passes_of_its_reference_and_kl_estimate(
     overrides: list[str], policy: int, reference: int
 ) -> None:

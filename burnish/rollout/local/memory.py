@@ -26,7 +26,14 @@ from burnish.plan.role_base import (
     uniform_rows,
     with_fragmentation,
 )
-from burnish.plan.rollout_role import Demand, bytes_per_token, episode_notes, own_weights, staged
+from burnish.plan.rollout_role import (
+    DecodeStep,
+    Demand,
+    bytes_per_token,
+    episode_notes,
+    own_weights,
+    staged,
+)
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.running_batch import FIRST_ROOM
@@ -96,6 +103,19 @@ def rows_at_once(
 ) -> int:
     """Return the maximum number of rows that are decoded at once."""
     return engine.slots
+
+
+LAYER_KERNELS, SAMPLING_KERNELS = 39, 25
+"""Kernels of a decode step: of a layer, and of sampling, outside of the graph."""
+
+
+def decode_step(engine: LocalEngine, *, layers: int, length: float) -> DecodeStep:
+    """Return the kernels of a decode step, and the positions of the cache that it reads: graphs
+    exist for powers of two."""
+    kernels = float(layers * LAYER_KERNELS)
+    if engine.cuda_graphs:
+        return DecodeStep(kernels, SAMPLING_KERNELS, _power_of_two(round(length)))
+    return DecodeStep(0.0, kernels + SAMPLING_KERNELS, length)
 
 
 def suggestions(role: RolloutRole, engine: LocalEngine) -> Iterator[Suggestion]:

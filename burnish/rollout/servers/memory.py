@@ -11,9 +11,10 @@ from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import SIZES, Item
 from burnish.plan.role_base import Context, Items, RoleMemory
-from burnish.plan.rollout_role import Demand, episode_notes, file_bytes
+from burnish.plan.rollout_role import DecodeStep, Demand, episode_notes, file_bytes
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.servers.config import VllmServers
+from burnish.rollout.vllm.memory import LAYER_KERNELS, SAMPLING_KERNELS
 
 
 def role_memory(
@@ -53,6 +54,11 @@ def rows_at_once(
 ) -> int:
     """Return the maximum number of rows that a server decodes at once."""
     return engine.slots
+
+
+def decode_step(engine: VllmServers, *, layers: int, length: float) -> DecodeStep:
+    """Return the kernels of a decode step of vLLM with recorded graphs."""
+    return DecodeStep(float(layers * LAYER_KERNELS), SAMPLING_KERNELS, length)
 
 
 def suggestions(role: RolloutRole, engine: VllmServers) -> Iterator[Suggestion]:

@@ -19,7 +19,14 @@ from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES
 from burnish.plan.model_state import SIZES, Item
 from burnish.plan.role_base import Context, Items, RoleMemory, overhead
-from burnish.plan.rollout_role import Demand, bytes_per_token, demand_of, episode_notes, file_bytes
+from burnish.plan.rollout_role import (
+    DecodeStep,
+    Demand,
+    bytes_per_token,
+    demand_of,
+    episode_notes,
+    file_bytes,
+)
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.vllm.config import VllmEngine
 from burnish.rollout.vllm.engine import CPU_BLOCK
@@ -119,6 +126,19 @@ def rows_at_once(
         overhead=dict(hardware.tables.overhead),
     )
     return max(1, min(engine.slots, int(memory.cache_tokens / max(length, 1))))
+
+
+LAYER_KERNELS, SAMPLING_KERNELS = 10, 20
+"""Kernels of a decode step of vLLM, whose kernels are fused: of a layer, and of sampling. Assumed,
+not measured."""
+
+
+def decode_step(engine: VllmEngine, *, layers: int, length: float) -> DecodeStep:
+    """Return the kernels of a decode step."""
+    kernels = float(layers * LAYER_KERNELS)
+    if engine.enforce_eager:
+        return DecodeStep(0.0, kernels + SAMPLING_KERNELS, length)
+    return DecodeStep(kernels, SAMPLING_KERNELS, length)
 
 
 def suggestions(role: RolloutRole, engine: VllmEngine) -> Iterator[Suggestion]:

@@ -1,0 +1,104 @@
+"""The time of a plan, compared with every speed that was measured on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from burnish.config.model import ModelConfig
+from burnish.models.sdpa import Kernels
+from burnish.plan.activations import Pass, key_of, measure
+from burnish.plan.hardware import parse_cluster
+from burnish.plan.rollout_role import bytes_per_token
+from burnish.plan.shapes import shape_of
+from burnish.plan.speeds import Speeds
+from burnish.plan.work import attention_work, pairs, work_by_formula
+from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.local.memory import decode_step
+from burnish.train.row_layout import RowSize
+
+RECORDED = yaml.safe_load((Path(__file__).parent / "recorded_speeds.yaml").read_text("utf-8"))
+SHAPE = shape_of(ModelConfig(path="Qwen/Qwen3-0.6B"))
+WITHIN = 0.2
+"""Share by which an estimate may differ: cards of one type differ by some percent."""
+
+
+def recorded_pass(name: str, *, flash: bool) -> Pass:
+    rows = RECORDED["rows"][name]
+    return Pass(
+        rows=tuple(
+            RowSize(prompt + response, prompt, group)
+            for group, (prompt, responses) in enumerate(rows["groups"])
+            for response in responses
+        ),
+        layout=rows["layout"],
+        dtype="bf16",
+        accumulates=True,
+        checkpointing=rows.get("checkpointing", False),
+        with_entropy=rows.get("entropy", False),
+        chunk_tokens=2048,
+        kernels=Kernels((2, 11), (9, 0)),
+        flash=flash,
+    )
+
+
+@pytest.mark.parametrize("case", RECORDED["training"], ids=lambda c: "-".join(map(str, c.values())))
+def test_training_takes_the_planned_time(case: dict[str, Any]) -> None:
+    flash = case["attention"] == "flash"
+    work = recorded_pass(case["rows"], flash=flash)
+    counted = measure(key_of(SHAPE), work).work
+    assert counted is not None
+    attention = attention_work(SHAPE, work.rows, work.layout, flash=flash)
+    attention *= 3.5 + work.checkpointing
+    speeds = Speeds(parse_cluster(case["card"]))
+    kernels = speeds.kernel_seconds(counted.body + counted.head, attention, half=True)
+    assert sum(kernels.values()) == pytest.approx(case["seconds"], rel=WITHIN)
+    assert speeds.launch_s((counted.body + counted.head).kernels) < case["seconds"]
+
+
+@pytest.mark.parametrize("case", RECORDED["decoding"], ids=lambda c: "-".join(map(str, c.values())))
+def test_decoding_takes_the_planned_time(case: dict[str, Any]) -> None:
+    engine = LocalEngine(cuda_graphs=case["graphs"])
+    step = decode_step(engine, layers=len(SHAPE.layers), length=768)
+    cache = case["samples"] * step.cached * bytes_per_token(SHAPE, "bf16")
+    read = 2 * SHAPE.parameters + cache
+    seconds = Speeds(parse_cluster(case["card"])).decode_seconds(read, step.recorded, step.launched)
+    assert 1e3 * seconds == pytest.approx(case["ms"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_formula_is_near_the_trace(train: bool) -> None:
+    """Of a model that cannot be traced, the formula is used."""
+    rows = tuple(RowSize(1024, 128, i) for i in range(8))
+    work = Pass(
+        rows=rows,
+        dtype="bf16",
+        train=train,
+        chunk_tokens=2048,
+        kernels=Kernels((2, 11), (9, 0)),
+        flash=True,
+    )
+    traced = measure(key_of(SHAPE), work).work
+    formula = work_by_formula(
+        SHAPE, tokens=work.tokens, actions=work.actions, train=train, checkpointing=False
+    )
+    assert traced is not None
+    assert formula.body.matmul_flops == pytest.approx(traced.body.matmul_flops, rel=0.05)
+    # (the logits of the last chunk are not computed again)
+    assert formula.head.matmul_flops == pytest.approx(traced.head.matmul_flops, rel=0.1)
+    assert formula.body.bytes == pytest.approx(traced.body.bytes, rel=1 / 3)
+    assert formula.head.bytes == pytest.approx(traced.head.bytes, rel=1 / 3)
+    assert formula.body.kernels == pytest.approx(traced.body.kernels, rel=1 / 3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 20])
+@pytest.mark.parametrize(("queries", "prefix"), [(1, 0), (6, 0), (4, 5), (9, 2)])
+def test_pairs_are_those_of_a_mask(queries: int, prefix: int, window: int | None) -> None:
+    seen = sum(
+        1
+        for q in range(prefix, prefix + queries)
+        for k in range(prefix + queries)
+        if k <= q and (window is None or k > q - window)
+    )
+    assert pairs(queries, prefix, window) == seen

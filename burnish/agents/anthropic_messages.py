@@ -86,12 +86,19 @@ class Messages:
         return {"input_tokens": num_tokens}
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
-        return {
-            **_head(reply),
-            "content": _blocks(call, reply),
-            **_stop(reply),
-            "usage": _usage(reply, reply.completion_tokens),
-        }
+        """Return the message. There is a text block unless there are tool calls."""
+        response = shown(call, reply.choices[0])
+        blocks: list[dict[str, Any]] = []
+        if response.reasoning:
+            thought = {"thinking": response.reasoning, "signature": _signature(response.reasoning)}
+            blocks.append({"type": "thinking", **thought})
+        if response.content or not response.calls:
+            blocks.append({"type": "text", "text": response.content})
+        for tool_use in response.calls:
+            fields = {"id": tool_use.call_id, "name": tool_use.name, "input": tool_use.arguments}
+            blocks.append({"type": "tool_use", **fields})
+        usage = _usage(reply, reply.completion_tokens)
+        return {**_head(reply), "content": blocks, **_stop(reply), "usage": usage}
 
     def writer(self, call: ModelCall, start: ReplyStart) -> MessageWriter:
         """Return the writer of the events of a message: start, those of each block, delta with the
@@ -112,7 +119,14 @@ class Messages:
 
 def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
     tools = root.read("tools", _read_tools, ())
-    unsupported, ignored = _output_config(root.get("output_config"))
+    unsupported = unsupported_parameters(root, _PARAMETERS)
+    ignored: list[str] = []
+    if output := root.get("output_config"):
+        if output.get("format") is not None:
+            wrong = "constrained sampling is not supported; describe the format in the prompt"
+            unsupported["output_config.format"] = wrong
+        if output.get("effort") is not None:
+            ignored.append("output_config.effort")
     choice = root.get("tool_choice")
     if choice is not None and choice.read("disable_parallel_tool_use", Json.boolean, False):
         ignored.append("disable_parallel_tool_use")
@@ -130,7 +144,7 @@ def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
         stop=root.read("stop_sequences", stop_texts, ()),
         stream_usage=True,
         show_reasoning=thinks,
-        unsupported={**unsupported_parameters(root, _PARAMETERS), **unsupported},
+        unsupported=unsupported,
         **sampling_parameters(root),
         ignored=(*ignored_parameters(root, _NO_EFFECT), *ignored, *unread_parameters(root)),
     )
@@ -143,15 +157,6 @@ def _thinks(node: Json | None) -> bool:
     node.get("budget_tokens")  # the call names the entire parameter as one without effect
     display = node.get("display")
     return display is None or display.value != "omitted"
-
-
-def _output_config(node: Json | None) -> tuple[dict[str, str], list[str]]:
-    """Return (unsupported, ignored) parameters of ``output_config``."""
-    if node is None:
-        return {}, []
-    wrong = "constrained sampling is not supported; describe the format in the prompt"
-    unsupported = {"output_config.format": wrong} if node.get("format") is not None else {}
-    return unsupported, ["output_config.effort"] if node.get("effort") is not None else []
 
 
 def _read_tools(node: Json) -> tuple[Any, ...]:
@@ -338,21 +343,6 @@ def _usage(reply: ModelReply | ReplyStart, sampled: int) -> dict[str, Any]:
         "cache_read_input_tokens": reply.cached_tokens,
         "output_tokens": sampled,
     }
-
-
-def _blocks(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
-    """Return the content blocks. There is a text block unless there are tool calls."""
-    response = shown(call, reply.choices[0])
-    blocks: list[dict[str, Any]] = []
-    if response.reasoning:
-        signature = _signature(response.reasoning)
-        blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": signature})
-    if response.content or not response.calls:
-        blocks.append({"type": "text", "text": response.content})
-    for tool_use in response.calls:
-        fields = {"id": tool_use.call_id, "name": tool_use.name, "input": tool_use.arguments}
-        blocks.append({"type": "tool_use", **fields})
-    return blocks
 
 
 def _signature(reasoning: str) -> str:

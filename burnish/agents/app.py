@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from burnish.agents.anthropic_messages import Messages
-from burnish.agents.arrivals import Arrival
 from burnish.agents.calls import (
+    Arrival,
     Backend,
     CallError,
     Delta,
@@ -97,21 +97,22 @@ class AgentApp:
         :data:`WAIT_S`."""
         self._resolve, self.guard = resolve, guard
         self._wait_s = WAIT_S if wait_s is None else wait_s
-        self._state = health or _is_ready
+        self._state = health or (lambda: {"ready": True})
         guard.refusal = self._refused
-        self.asgi = Starlette(
-            routes=[Route("/health", self._health, methods=["GET"]), *self._routes()],
-            exception_handlers={HTTPException: self._refused, CallError: self._refused},
-        )
-
-    def _routes(self) -> Iterator[Route]:
+        routes = [Route("/health", self._health, methods=["GET"])]
         for prefix in ("", "/v1", "/s/{name}", "/s/{name}/v1"):
-            for api in APIS:
-                yield Route(f"{prefix}/{api.path}", partial(self._call, api), methods=["POST"])
+            routes += [
+                Route(f"{prefix}/{api.path}", partial(self._call, api), methods=["POST"])
+                for api in APIS
+            ]
             count = f"{prefix}/messages/count_tokens"
-            yield Route(count, self._count_tokens, methods=["POST"])
-            yield Route(f"{prefix}/models", self._models, methods=["GET"])
-            yield Route(f"{prefix}/models/{{model:path}}", self._model, methods=["GET"])
+            routes += [
+                Route(count, self._count_tokens, methods=["POST"]),
+                Route(f"{prefix}/models", self._models, methods=["GET"]),
+                Route(f"{prefix}/models/{{model:path}}", self._model, methods=["GET"]),
+            ]
+        handlers = {HTTPException: self._refused, CallError: self._refused}
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     # ---- requests --------------------------------------------------------------------------
 
@@ -152,12 +153,13 @@ class AgentApp:
     async def _call(self, api: _Api, request: Request) -> Response:
         backend = self._backend(request)
         call, digest, arrival = await self._read(request, api.dialect.read, backend)
+        count = request.headers.get("x-stainless-retry-count", "")
         live = _Live()
         answering = asyncio.create_task(
             backend.respond(
                 call,
                 digest=digest,
-                is_retry=_count(request.headers.get("x-stainless-retry-count")) > 0,
+                is_retry=count.isdecimal() and len(count) < 9 and int(count) > 0,
                 progress=live if call.stream else None,
                 arrival=arrival,
             )
@@ -230,10 +232,6 @@ class AgentApp:
         return JSONResponse(body, status_code=error.status, headers=headers)
 
 
-def _is_ready() -> Mapping[str, Any]:
-    return {"ready": True}
-
-
 def _model(name: str) -> dict[str, Any]:
     """Describe a model in the forms of OpenAI and of Anthropic at once."""
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(0))
@@ -254,10 +252,6 @@ def _api_of(request: Request) -> _Api:
         if path.endswith(f"/{api.path}") or f"/{api.path}/" in path:
             return api
     return ANTHROPIC if "anthropic-version" in request.headers else CHAT
-
-
-def _count(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() and len(text) < 9 else 0
 
 
 # ---- replies -----------------------------------------------------------------------------------
@@ -402,15 +396,15 @@ def parse_json(body: bytes) -> Any:
         raise _not_json(f"the request is not valid JSON: {error}") from error
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
-        level = [item for node in level for item in _children(node)]
+        level = [
+            item
+            for node in level
+            for item in (node.values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
+        ]
         if not level:
             return value
     raise _not_json(f"the request is nested deeper than {MAX_DEPTH} levels")
-
-
-def _children(node: Any) -> list[Any]:
-    values = node.values() if isinstance(node, dict) else node
-    return [item for item in values if isinstance(item, dict | list)]
 
 
 def _finite(text: str) -> float:

@@ -126,7 +126,8 @@ class _Process:
 async def _process(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> AsyncIterator[_Process]:
-    """Start a command in a session of its own. Kill the session at the end."""
+    """Start a command in a session of its own. At the end, send SIGTERM, then SIGKILL to its
+    process group, and close its pipes."""
     try:
         transport, pipes = await asyncio.get_running_loop().subprocess_exec(
             partial(ProcessPipes, MAX_LINE_BYTES),
@@ -144,7 +145,17 @@ async def _process(
     try:
         yield process
     finally:
-        await _end(process, reader)
+        pid, exited = transport.get_pid(), pipes.exited
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if number == signal.SIGKILL or not exited.is_set():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, number)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(exited.wait(), TERMINATE_S)
+        await asyncio.wait([reader], timeout=DRAIN_S)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        transport.close()  # processes outside the group may hold the pipes open
 
 
 async def _read(process: _Process) -> None:
@@ -161,21 +172,6 @@ async def _read(process: _Process) -> None:
         text = line.decode(errors="replace").rstrip()
         process.lines.append(text)
         log.debug("agent %d: %s", pid, text)
-
-
-async def _end(process: _Process, reader: asyncio.Task[None]) -> None:
-    """End the process and its process group, SIGTERM, then SIGKILL, and close its pipes."""
-    pid, exited = process.transport.get_pid(), process.pipes.exited
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if number == signal.SIGKILL or not exited.is_set():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, number)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(exited.wait(), TERMINATE_S)
-    await asyncio.wait([reader], timeout=DRAIN_S)
-    reader.cancel()
-    await asyncio.gather(reader, return_exceptions=True)
-    process.transport.close()  # processes outside the group may hold the pipes open
 
 
 def task_text(task: Mapping[str, Any]) -> str:

@@ -34,7 +34,14 @@ class Conversation:
                 path, f"the conversation has more than {self._max_messages} messages; shorten it"
             )
         if message["role"] == "tool":
-            message = self._named(message, path)
+            call_id = message["tool_call_id"]
+            if call_id not in self._names:
+                raise invalid(
+                    path,
+                    f"{path} is the result of the tool call {call_id[:60]!r}, but no earlier "
+                    "assistant message has a call with this id; send that message too",
+                )
+            message = {"name": self._names[call_id], **message}
         for call in message.get("tool_calls", ()):
             self._names[call["id"]] = call["function"]["name"]
         self._messages.append(message)
@@ -55,16 +62,6 @@ class Conversation:
                 "conversation with a user message or a tool result",
             )
         return tuple(self._messages)
-
-    def _named(self, message: Mapping[str, Any], path: str) -> Message:
-        call_id = message["tool_call_id"]
-        if call_id not in self._names:
-            raise invalid(
-                path,
-                f"{path} is the result of the tool call {call_id[:60]!r}, but no earlier assistant "
-                "message has a call with this id; send that message too",
-            )
-        return {"name": self._names[call_id], **message}
 
 
 class FunctionCalls:

@@ -18,7 +18,6 @@ from burnish.environments.process import start_process
 from burnish.environments.worker_set import (
     NoWorkerError,
     ReplyError,
-    Session,
     WorkerEndedError,
     WorkerSet,
 )
@@ -46,14 +45,6 @@ class FunctionAgents:
             session = await self._workers.acquire()
         except NoWorkerError as error:
             raise EpisodeFailedError("infra_error", str(error)) from error
-        try:
-            return await self._call(session, task, endpoint, timeout_s)
-        finally:
-            await self._workers.release(session)
-
-    async def _call(
-        self, session: Session, task: Mapping[str, Any], endpoint: Endpoint, timeout_s: float
-    ) -> Any:
         label = f"agent {self._name}"
         try:
             return await session.call(
@@ -69,6 +60,8 @@ class FunctionAgents:
         except (TypeError, ValueError) as error:
             text = f"{label}: its task is not JSON: {error}"
             raise EpisodeFailedError("env_error", text) from error
+        finally:
+            await self._workers.release(session)
 
     async def close(self) -> None:
         await self._workers.close()

@@ -143,6 +143,7 @@ class ChatCompletions:
         root = checked_body(body)
         tools = root.read("tools", _read_tools, ())
         max_tokens = root.read("max_tokens", _positive, None)
+        strict = any(tool["function"].get("strict") for tool in root.value.get("tools") or ())
         return ModelCall(
             model=root.need("model").name(),
             messages=_read_messages(root.need("messages"), max_messages),
@@ -155,7 +156,11 @@ class ChatCompletions:
             show_reasoning=root.read("include_reasoning", Json.boolean, True),
             unsupported=unsupported_parameters(root, _CHAT),
             **_shared(root),
-            ignored=ignored_parameters(root, _NO_EFFECT) + _strict(root) + unread_parameters(root),
+            ignored=(
+                *ignored_parameters(root, _NO_EFFECT),
+                *["strict"] * strict,  # arguments constrained to the schema of a tool
+                *unread_parameters(root),
+            ),
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
@@ -251,12 +256,6 @@ def _shared(root: Json) -> dict[str, Any]:
     }
 
 
-def _strict(root: Json) -> tuple[str, ...]:
-    """Return ("strict",) if a tool asks for arguments that are constrained to its schema."""
-    tools = root.value.get("tools") or ()
-    return ("strict",) if any(tool["function"].get("strict") for tool in tools) else ()
-
-
 def _read_tools(node: Json) -> tuple[Any, ...]:
     tools = []
     for tool in node.items():
@@ -278,7 +277,14 @@ def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:
 def _read_message(node: Json) -> dict[str, Any]:
     role = node.need("role").one_of(_ROLES)
     if role == "assistant":
-        return _read_assistant(node)
+        content = node.read("content", lambda content: joined_text(content, _TEXT), "")
+        reasoning = node.get("reasoning_content") or node.get("reasoning")
+        calls = node.read("tool_calls", Json.items, [])
+        return assistant_message(
+            content or node.read("refusal", Json.text, ""),
+            reasoning.text() if reasoning else "",
+            [_read_call(call) for call in calls],
+        )
     message = {
         "role": _RENAMED.get(role, role),
         "content": joined_text(node.need("content"), _TEXT),
@@ -288,17 +294,6 @@ def _read_message(node: Json) -> dict[str, Any]:
     if name := node.read("name", Json.text, ""):
         message["name"] = name
     return message
-
-
-def _read_assistant(node: Json) -> dict[str, Any]:
-    content = node.read("content", lambda content: joined_text(content, _TEXT), "")
-    reasoning = node.get("reasoning_content") or node.get("reasoning")
-    calls = node.read("tool_calls", Json.items, [])
-    return assistant_message(
-        content or node.read("refusal", Json.text, ""),
-        reasoning.text() if reasoning else "",
-        [_read_call(call) for call in calls],
-    )
 
 
 def _read_call(node: Json) -> dict[str, Any]:
@@ -472,20 +467,19 @@ def _token_ids(call: ModelCall, choice: Choice) -> dict[str, Any]:
 
 
 def _completion(call: ModelCall, choice: Choice) -> dict[str, Any]:
-    text = shown(call, choice).content
+    """Return a choice. Its log-probs are parallel lists; ``text_offset`` counts characters from the
+    start of the response."""
+    logprobs = None
+    if call.logprobs:
+        tokens = well_formed(choice.token_texts)
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": [finite_logprob(logprob) for logprob in choice.logprobs],
+            "top_logprobs": None,
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
+        }
     return {
-        "text": text,
-        "logprobs": _old_logprobs(choice) if call.logprobs else None,
+        "text": shown(call, choice).content,
+        "logprobs": logprobs,
         "finish_reason": "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason,
-    }
-
-
-def _old_logprobs(choice: Choice) -> dict[str, Any]:
-    """Return parallel lists. ``text_offset`` counts characters from the start of the response."""
-    tokens = well_formed(choice.token_texts)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [finite_logprob(logprob) for logprob in choice.logprobs],
-        "top_logprobs": None,
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else [],
     }

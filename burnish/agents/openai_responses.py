@@ -64,7 +64,9 @@ class Responses:
         tools = root.read("tools", _read_tools, ())
         include = [node.text() for node in root.read("include", Json.items, [])]
         unsupported, ignored = _text_and_reasoning(root)
-        ignored += ("include",) * (not {_LOGPROBS}.issuperset(include))
+        ignored += ["include"] * (not {_LOGPROBS}.issuperset(include))
+        # Tools may ask for arguments that are constrained to their schema.
+        ignored += ["strict"] * any(tool.get("strict") for tool in root.value.get("tools") or ())
         return ModelCall(
             model=root.need("model").name(),
             messages=_Input(max_messages).read(root),
@@ -77,10 +79,7 @@ class Responses:
             stream_usage=True,
             unsupported={**unsupported_parameters(root, _PARAMETERS), **unsupported},
             **sampling_parameters(root),
-            ignored=(
-                *(*ignored_parameters(root, _NO_EFFECT), *ignored, *_strict(root)),
-                *unread_parameters(root),
-            ),
+            ignored=(*ignored_parameters(root, _NO_EFFECT), *ignored, *unread_parameters(root)),
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
@@ -145,12 +144,21 @@ class _Input:
             case "message":
                 self._message(item)
             case "reasoning":
-                self._reasoning(item)
+                if self.turn is not None and self.turn.has_answer:
+                    self._end_turn()
+                parts = item.get("content") or item.get("summary")
+                if parts is not None and (text := joined_text(parts, _THOUGHT)):
+                    self._open_turn(item).reasoning.append(text)
             case "function_call":
-                self._open_turn(item).calls.append(_read_call(item))
+                call_id, name = item.need("call_id").name(), item.need("name").name()
+                call = tool_call(call_id, name, arguments_of(item.need("arguments")))
+                self._open_turn(item).calls.append(call)
             case "function_call_output":
                 self._end_turn()
-                self.conversation.add(_read_output(item), item.path)
+                content = joined_text(item.need("output"), _TEXT)
+                call_id = item.need("call_id").name()
+                message = {"role": "tool", "content": content, "tool_call_id": call_id}
+                self.conversation.add(message, item.path)
             case _:
                 assert kind is not None
                 known = "message, reasoning, function_call or function_call_output"
@@ -168,13 +176,6 @@ class _Input:
             self._end_turn()
         self._open_turn(item).content = content
 
-    def _reasoning(self, item: Json) -> None:
-        if self.turn is not None and self.turn.has_answer:
-            self._end_turn()
-        parts = item.get("content") or item.get("summary")
-        if parts is not None and (text := joined_text(parts, _THOUGHT)):
-            self._open_turn(item).reasoning.append(text)
-
     def _open_turn(self, item: Json) -> _Turn:
         if self.turn is None:
             self.turn = _Turn(item.path)
@@ -188,19 +189,6 @@ class _Input:
             self.conversation.add(message, turn.path)
 
 
-def _read_call(item: Json) -> dict[str, Any]:
-    return tool_call(
-        item.need("call_id").name(),
-        item.need("name").name(),
-        arguments_of(item.need("arguments")),
-    )
-
-
-def _read_output(item: Json) -> dict[str, Any]:
-    content = joined_text(item.need("output"), _TEXT)
-    return {"role": "tool", "content": content, "tool_call_id": item.need("call_id").name()}
-
-
 def _read_tools(node: Json) -> tuple[Any, ...]:
     tools = []
     for tool in node.items():
@@ -211,13 +199,7 @@ def _read_tools(node: Json) -> tuple[Any, ...]:
     return checked_tools(tools, node.path)
 
 
-def _strict(root: Json) -> tuple[str, ...]:
-    """Return ("strict",) if a tool asks for arguments that are constrained to its schema."""
-    tools = root.value.get("tools") or ()
-    return ("strict",) if any(tool.get("strict") for tool in tools) else ()
-
-
-def _text_and_reasoning(root: Json) -> tuple[dict[str, str], tuple[str, ...]]:
+def _text_and_reasoning(root: Json) -> tuple[dict[str, str], list[str]]:
     """Return (unsupported, ignored) parameters in the objects ``text`` and ``reasoning``."""
     unsupported: dict[str, str] = {}
     ignored: list[str] = []
@@ -232,7 +214,7 @@ def _text_and_reasoning(root: Json) -> tuple[dict[str, str], tuple[str, ...]]:
     if reasoning := root.get("reasoning"):
         keys = ("effort", "summary", "generate_summary")
         ignored += [f"reasoning.{key}" for key in keys if reasoning.get(key) is not None]
-    return unsupported, tuple(ignored)
+    return unsupported, ignored
 
 
 # ---- replies -----------------------------------------------------------------------------------
@@ -411,16 +393,12 @@ class ResponseWriter:
         yield from self._close(status=last, logprobs=logprobs)
         for item in _call_items(reply, response.calls):
             self._items.append(item)
-            yield from self._call_events(item)
+            emptied = {**item, "arguments": "", "status": "in_progress"}
+            yield self._item_event("output_item.added", item=emptied)
+            text, place = item["arguments"], {"item_id": item["id"]}
+            yield self._item_event("function_call_arguments.delta", **place, delta=text)
+            done = {"arguments": text, "name": item["name"]}
+            yield self._item_event("function_call_arguments.done", **place, **done)
+            yield self._item_event("output_item.done", item=item)
         finished = _finished(self._call, reply, self._items)
         yield self._event(f"response.{finished['status']}", response=finished)
-
-    def _call_events(self, item: dict[str, Any]) -> Iterator[str]:
-        emptied = {**item, "arguments": "", "status": "in_progress"}
-        yield self._item_event("output_item.added", item=emptied)
-        place, arguments = {"item_id": item["id"]}, item["arguments"]
-        yield self._item_event("function_call_arguments.delta", **place, delta=arguments)
-        yield self._item_event(
-            "function_call_arguments.done", **place, arguments=arguments, name=item["name"]
-        )
-        yield self._item_event("output_item.done", item=item)

@@ -98,6 +98,7 @@ def sampling_params(options: dict[str, Any]) -> Any:
     )
 
 
+@lru_cache
 def tokenizer(name: str | None) -> Any:
     """Return the tokenizer for an ``AgentExecutor``. Raises ValueError if no name is given."""
     if name is None:
@@ -105,11 +106,6 @@ def tokenizer(name: str | None) -> Any:
             "an AgentExecutor with an execute method of its own works on token ids; set "
             "episodes.options.tokenizer to the folder or hub name of the model"
         )
-    return _tokenizer(name)
-
-
-@lru_cache
-def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(name)

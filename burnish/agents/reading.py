@@ -236,17 +236,13 @@ def sampling_parameters(root: Json) -> dict[str, Any]:
     top_k = root.read("top_k", lambda node: node.integer(-1), 0)
     return {
         "temperature": root.read("temperature", lambda node: node.number(0, 100), None),
-        "top_p": root.read("top_p", _read_top_p, None),
+        # 0 leaves the most probable token, as every small value does.
+        "top_p": root.read("top_p", lambda node: max(_MIN_TOP_P, node.number(0, 1)), None),
         "top_k": top_k if top_k > 0 else None,
         "seed": root.read("seed", lambda node: node.integer(-_INT64), None),
         "stream": root.read("stream", Json.boolean, False),
         "template_kwargs": root.read("chat_template_kwargs", Json.mapping, {}),
     }
-
-
-def _read_top_p(node: Json) -> float:
-    """Return top_p. 0 leaves the most probable token, as every small value does."""
-    return max(_MIN_TOP_P, node.number(0, 1))
 
 
 def _is_integer(value: Any) -> bool:

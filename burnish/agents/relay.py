@@ -110,12 +110,6 @@ def _open_others(excluded: set[int]) -> list[int]:
     return descriptors
 
 
-def _protect() -> None:
-    """Hide this process's memory and open files from other processes of the user. An agent's
-    leftovers could otherwise write to the result."""
-    ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
-
-
 async def run(settings: dict[str, Any]) -> dict[str, Any]:
     """Run the agent and return its end: ``code`` as of Popen, ``reward`` (text) or ``problem``, and
     the ``nonce`` of the settings, which only this process knows.
@@ -200,7 +194,9 @@ def main() -> None:
     loopback interface; ``nonce``; ``reward`` (path); ``task`` (path) and ``row`` (its text); or
     ``check`` and ``paths`` (files that the agent needs).
     """
-    _protect()
+    # An agent's leftovers could otherwise write to the result: hide this process's memory and open
+    # files from other processes of the user.
+    ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     settings = json.load(sys.stdin)
     os.chdir(settings["folder"])
     if settings.get("check"):

@@ -81,20 +81,15 @@ class Retries:
             return reply
         finally:
             running.clients -= 1
-            if not running.clients:
-                self._end(digest, running)
-
-    def _end(self, digest: bytes, work: _Work) -> None:
-        """Forget a call for which nobody waits anymore. Cancel it if it runs; keep its reply if it
-        ended just when its client left."""
-        self._open.discard(work)
-        if self._running.get(digest) is work:
-            del self._running[digest]
-        task = work.task
-        if task.cancel():
-            self._left[digest] += 1
-        elif not (work.is_answered or task.cancelled() or task.exception()):
-            self.undelivered(digest, task.result())
+            if not running.clients:  # nobody waits anymore
+                self._open.discard(running)
+                if self._running.get(digest) is running:
+                    del self._running[digest]
+                task = running.task
+                if task.cancel():
+                    self._left[digest] += 1
+                elif not (running.is_answered or task.cancelled() or task.exception()):
+                    self.undelivered(digest, task.result())  # it ended just when its client left
 
     async def cancel(self) -> None:
         """Cancel all running calls and wait for their end."""

@@ -20,8 +20,9 @@ from hashlib import sha256
 from hmac import compare_digest
 from typing import Any, TypeVar
 
-from burnish.agents.arrivals import Arrival, Arrivals
 from burnish.agents.calls import (
+    Arrival,
+    Arrivals,
     Backend,
     CallError,
     Choice,
@@ -279,12 +280,20 @@ class ServingBackend:
     async def _prompt(self, call: ModelCall) -> _Prompt:
         """Return the prompt of a call. Raises CallError if it cannot be rendered."""
         try:
-            if call.prompt is not None:
-                return await self._text_prompt(call.prompt)
-            renderer = await self._renderer(call.template_kwargs)
-            ids = await self._in_thread(
-                renderer.render, call.messages, call.shown_tools, max_tokens=self._max_len
-            )
+            if call.prompt is None:
+                renderer = await self._renderer(call.template_kwargs)
+                ids = await self._in_thread(
+                    renderer.render, call.messages, call.shown_tools, max_tokens=self._max_len
+                )
+                return _Prompt(ids, renderer)
+            if isinstance(call.prompt, str):
+                encode = self._codec.encode
+                ids = await self._in_thread(encode, call.prompt, max_tokens=self._max_len)
+            elif len(call.prompt) > self._max_len:
+                raise TooLongError(f"the prompt has {len(call.prompt)} tokens")
+            else:
+                ids = call.prompt
+            return _Prompt(checked_ids(ids, self._codec), None)
         except TooLongError as error:
             raise self._too_long(str(error)) from error
         except CallError:
@@ -293,16 +302,6 @@ class ServingBackend:
             raise invalid("messages", error.for_server) from error
         except BurnishError as error:
             raise invalid("messages", str(error)) from error
-        return _Prompt(ids, renderer)
-
-    async def _text_prompt(self, prompt: str | tuple[int, ...]) -> _Prompt:
-        if isinstance(prompt, str):
-            ids = await self._in_thread(self._codec.encode, prompt, max_tokens=self._max_len)
-        elif len(prompt) > self._max_len:
-            raise TooLongError(f"the prompt has {len(prompt)} tokens")
-        else:
-            ids = prompt
-        return _Prompt(checked_ids(ids, self._codec), None)
 
     def _too_long(self, reason: str) -> CallError:
         message = f"{reason}; with the response, at most {self._max_len} are possible"

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from burnish.agents.arrivals import Arrival, Arrivals
 from burnish.agents.calls import (
+    Arrival,
+    Arrivals,
     CallError,
     ModelCall,
     ModelReply,

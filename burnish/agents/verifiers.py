@@ -102,18 +102,15 @@ class Environments:
         """Return the task of a data row: made of its columns if it has a prompt, else the one that
         its seed selects."""
         if row.get("prompt") is None:
-            return self._select(row["seed"])
+            if self._tasks is not None:
+                return self._tasks[row["seed"] % len(self._tasks)]
+            return next(itertools.islice(self._taskset, row["seed"], None))
         kind = self._taskset.task_type()
         data = kind.data_type()
         fields = {name: value for name, value in row.items() if name in data.model_fields}
         if "answer" in data.model_fields and row.get("label") is not None:
             fields.setdefault("answer", row["label"])
         return kind(data.model_validate(fields), self._config)
-
-    def _select(self, seed: int) -> Any:
-        if self._tasks is not None:
-            return self._tasks[seed % len(self._tasks)]
-        return next(itertools.islice(self._taskset, seed, None))
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Any]:

@@ -24,9 +24,9 @@ from burnish.agents.calls import (
     ModelReply,
     check_supported,
 )
-from burnish.agents.matching import message_key
 from burnish.agents.openai_chat import ChatCompletions, Completions
 from burnish.agents.openai_responses import Responses
+from burnish.agents.prompts import message_key
 
 DIALECTS = {
     "/v1/chat/completions": ChatCompletions(),

@@ -24,7 +24,7 @@ from agent_session import (
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.calls import CallError, ModelReply
-from burnish.agents.matching import History, digests_of, thoughts_of
+from burnish.agents.prompts import History, digests_of, thoughts_of
 from burnish.agents.retries import Retries
 from burnish.agents.session import TrainingSession
 from burnish.environments.pool import EpisodeFailedError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import burnish.agents.matching as matching
+import burnish.agents.prompts as matching
 import burnish.agents.serving as serving
 import burnish.episodes.renderer as renderer
 import burnish.rollout.requests as requests

@@ -302,7 +302,13 @@ class _EpisodeState:
     ) -> Ids:
         renderer = self.policy.renderer
         if renderer.history == "template":
-            return await self._render(self._messages())
+            conversation = list(self.start)
+            for turn in self.turns:
+                response = dict(turn.message)
+                if turn.problem:  # templates may reject calls without results
+                    response.pop("tool_calls", None)
+                conversation += [response, *turn.answer]
+            return await self._render(conversation)
         return await self.policy.in_renderer(
             renderer.bridge,
             prompt,
@@ -311,17 +317,6 @@ class _EpisodeState:
             self.tools,
             ended=completion.finish_reason == "stop",
         )
-
-    def _messages(self) -> list[Message]:
-        """Return the conversation to render. Calls that were not run are left out: templates may
-        reject calls without results."""
-        messages = list(self.start)
-        for turn in self.turns:
-            response = dict(turn.message)
-            if turn.problem:
-                response.pop("tool_calls", None)
-            messages += [response, *turn.answer]
-        return messages
 
 
 def call_seed(seed: int, prompt_ids: Sequence[int], attempt: int = 0) -> int:

@@ -7,22 +7,24 @@ describes every mistake in words for the policy, so that it can answer with a co
 from __future__ import annotations
 
 import re  # house: ok it escapes the tags of reasoning
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.chat_message import Message
 from burnish.episodes.formats import ToolFormat
-from burnish.episodes.repeated_keys import repeated_key
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
-from burnish.episodes.tool_calls import MAX_CALLS, CallReader, read_call
-from burnish.reasoning_tags import REASONING_TAGS
+from burnish.episodes.tool_calls import MAX_CALLS, CallReader, read_call, repeated_key
+from burnish.reasoning_tags import REASONING_TAGS, Tags
 from burnish.tool_arguments import argument_problem as argument_problem
 from burnish.tool_arguments import argument_types
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+_MOST_PARSERS = 16  # for different ends of prompts
 
 CallReading = Literal["check", "read"]
 """check: read tool calls, and describe those that do not match the tools. read: do not compare
@@ -121,7 +123,12 @@ class ResponseParser:
         if (num_values := sum(map(len, values))) > MAX_CALLS:  # one list may contain all calls
             return self._refused(text, num_values)
         reader = CallReader(tools if calls == "check" else None, salt, num_values)
-        cut = self._read(text, spans, values, reader, end)
+        malformed = (
+            span.begin
+            for span, parsed in zip(spans, values, strict=False)
+            if not reader.read(parsed, self._problem(text, span, parsed, has_ended=bool(end)))
+        )
+        cut = next(malformed, None)
         if cut is None and len(values) < len(spans):
             cut = spans[len(values)].begin
             reader.problems.append(f"the tool call is malformed: {error}")
@@ -214,22 +221,6 @@ class ResponseParser:
                 return [v if isinstance(v, list) else [v] for v in values][:count], fields, error
             error = error or "it is empty, or another call is in its place"
         return [], {"content": text}, error
-
-    def _read(
-        self,
-        text: str,
-        spans: Sequence[Region],
-        values: Sequence[Sequence[Any]],
-        reader: CallReader,
-        end: str,
-    ) -> int | None:
-        """Read the calls in order. Return the place of the first one that is malformed, else None.
-        ``values``: those of each region, as far as they can be parsed."""
-        for span, region_values in zip(spans, values, strict=False):
-            problem = self._problem(text, span, region_values, has_ended=bool(end))
-            if not reader.read(region_values, problem):
-                return span.begin
-        return None
 
     def _problem(
         self, text: str, span: Region, values: Sequence[Any], *, has_ended: bool
@@ -327,9 +318,6 @@ def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-if TYPE_CHECKING:
-    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
-
 CALLS = "tool_calls"
 """Name of the field with the tool calls, in response templates."""
 
@@ -405,3 +393,52 @@ class RegionScanner:
             key=lambda opener: (opener[1].start(), -opener[1].end(), opener[0]),
             default=None,
         )
+
+
+@dataclass(frozen=True)
+class PromptParsers:
+    """Parsers of responses, one for each form of the generation prompt: whether the prompt has
+    opened reasoning decides how a response begins. A word of a message, such as ``/no_think``, may
+    close the reasoning that other prompts open.
+
+    Example: with the generation prompt ``A:<think>``, responses to ``...A:<think></think>`` have a
+    parser of their own.
+    """
+
+    make: Callable[..., ResponseParser]
+    """Makes a parser for a ``prefix``, the text before a response."""
+    generation_prompt: str
+    """The usual one."""
+    tags: Tags
+    keeps_head: bool
+    """The prefix is the entire generation prompt, as a response template of the tokenizer's own
+    needs it, and not only its block of reasoning."""
+    turn_ends: Collection[str]
+    """Texts of tokens that end a turn, which no generation prompt contains."""
+    _parsers: dict[str, ResponseParser] = field(default_factory=dict)
+
+    @property
+    def usual(self) -> ResponseParser:
+        """Return the parser for the usual generation prompt."""
+        return self._of(self.generation_prompt)
+
+    def after(self, prompt: str) -> ResponseParser:
+        """Return the parser for the end of a prompt. After the result of a tool it may lack the
+        text before the block of the usual generation prompt (Gemma 4)."""
+        head = self.generation_prompt.partition(self.tags.begin)[0]
+        if not head.strip() or prompt.endswith(self.generation_prompt):
+            return self.usual
+        before, state = self.tags.of_prompt(prompt)
+        _, written, opened = prompt.rpartition(head)
+        is_later = not written or any(end in opened for end in self.turn_ends if end)
+        return self._of(head + (prompt[len(before) :] if is_later or state == "opened" else opened))
+
+    def _of(self, generation_prompt: str) -> ResponseParser:
+        begin = generation_prompt.find(self.tags.begin)
+        block = generation_prompt[begin:] if begin >= 0 else ""
+        prefix = generation_prompt if self.keeps_head else block
+        if prefix not in self._parsers:
+            if len(self._parsers) >= _MOST_PARSERS:
+                self._parsers.clear()
+            self._parsers[prefix] = self.make(prefix=prefix)
+        return self._parsers[prefix]

@@ -26,10 +26,8 @@ from burnish.data.pieces import encode_piece
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.framing import FrameHold, Framing
-from burnish.episodes.parsing import CallReading, ParsedMessage, ResponseParser
-from burnish.episodes.probing import call
-from burnish.episodes.prompt_parsers import PromptParsers
-from burnish.episodes.rendered_call import reads_rendered_call
+from burnish.episodes.parsing import CallReading, ParsedMessage, PromptParsers, ResponseParser
+from burnish.episodes.probing import call, reads_rendered_call
 from burnish.episodes.streaming import (
     CONTEXT,
     MessageStream,
@@ -174,7 +172,15 @@ class ChatRenderer(TextCodec):
         self.history: History = "keep"
         """How the next prompt is made. Always "keep" for append-only templates."""
         if not self.append_only:
-            self.history = self._chosen(history)
+            if history is None:
+                raise RendererError(
+                    "the chat template renders earlier turns differently when more messages "
+                    f"follow: {self.differences[0]}. Choose how episodes of several turns are "
+                    "made: history: keep (what was sampled stays in the prompt; one training row "
+                    "per episode) or history: template (every turn renders all messages again, as "
+                    "the model card describes; one training row per turn)"
+                )
+            self.history = history
         self.reads_tool_calls = True
         """Set if :meth:`parse` finds tool calls."""
         own = vars(tokenizer).get("response_template")
@@ -386,17 +392,6 @@ class ChatRenderer(TextCodec):
         text = both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
         return text, end
 
-    def _chosen(self, history: History | None) -> History:
-        if history is None:
-            raise RendererError(
-                "the chat template renders earlier turns differently when more messages follow: "
-                f"{self.differences[0]}. Choose how episodes of several turns are made: history: "
-                "keep (what was sampled stays in the prompt; one training row per episode) or "
-                "history: template (every turn renders all messages again, as the model card "
-                "describes; one training row per turn)"
-            )
-        return history
-
     def _parser_of(self, prompt_ids: Sequence[int]) -> ResponseParser:
         if not prompt_ids:
             return self._parsers.usual
@@ -404,28 +399,28 @@ class ChatRenderer(TextCodec):
 
     def _read_with(self, tool_format: str | Mapping[str, Any] | None) -> None:
         """Read responses with a format of calls. None: calls are content."""
-        self._parsers = self._response_parsers(tool_format)
-        self._framing = self._template.framing(self._parsers.usual.is_delimiter)
-
-    def _response_parsers(self, tool_format: str | Mapping[str, Any] | None) -> PromptParsers:
         tags = self._template.tags()
         ends = [str(t) for t in self._tokenizer.convert_ids_to_tokens(sorted(self._closing_ids))]
-        parsers = partial(PromptParsers, generation_prompt=self._template.generation_prompt)
-        parsers = partial(parsers, tags=tags or THINK, turn_ends=ends)
         if isinstance(tool_format, Mapping):
             make = partial(ResponseParser, self._tokenizer, tool_format, ends=ends)
-            return parsers(make, keeps_head=True)
-        if tool_format is not None and tool_format not in FORMATS:
+        elif tool_format is not None and tool_format not in FORMATS:
             raise RendererError(
                 f"tool_format is {tool_format!r}; known are {', '.join(FORMATS)}, or give a "
                 "response template of transformers"
             )
-        self.reads_tool_calls = tool_format is not None
-        call_format = FORMATS[tool_format] if tool_format else None
-        tags = None if tool_format == "harmony" else tags
-        template = response_template(call_format, reasoning=tags)
-        make = partial(ResponseParser, self._tokenizer, template, tool_format=call_format)
-        return parsers(make, keeps_head=False)
+        else:
+            self.reads_tool_calls = tool_format is not None
+            form = FORMATS[tool_format] if tool_format else None
+            template = response_template(form, reasoning=None if tool_format == "harmony" else tags)
+            make = partial(ResponseParser, self._tokenizer, template, tool_format=form)
+        self._parsers = PromptParsers(
+            make,
+            generation_prompt=self._template.generation_prompt,
+            tags=tags or THINK,
+            keeps_head=isinstance(tool_format, Mapping),
+            turn_ends=ends,
+        )
+        self._framing = self._template.framing(self._parsers.usual.is_delimiter)
 
 
 def _check_transformers(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -15,7 +15,7 @@ from itertools import repeat
 from burnish.compact import BoolRuns, FloatArray, IntArray, IntLists, IntRuns
 from burnish.episodes.loop import EngineCall
 from burnish.rollout.base import Completion
-from burnish.types import Ids, TokenRow
+from burnish.types import TokenRow
 
 
 @dataclass
@@ -73,16 +73,15 @@ def episode_rows(calls: Sequence[EngineCall]) -> tuple[TokenRow, ...]:
     call."""
     rows: list[_Row] = []
     for turn, call in enumerate(calls):
-        fitting = [row for row in rows if _extends(call.prompt_ids, row.ids)]
+        prompt = call.prompt_ids
+        fitting = [
+            row for row in rows if len(row.ids) <= len(prompt) and prompt[: len(row.ids)] == row.ids
+        ]
         if fitting:
             row = max(fitting, key=lambda row: len(row.ids))
             rows.remove(row)
         else:
-            row = _Row(IntArray(call.prompt_ids), IntArray(call.prompt_ids))
+            row = _Row(IntArray(prompt), IntArray(prompt))
         row.add(call, turn)
         rows.append(row)
     return tuple(row.finished() for row in rows)
-
-
-def _extends(prompt: Ids, ids: IntArray) -> bool:
-    return len(ids) <= len(prompt) and prompt[: len(ids)] == ids

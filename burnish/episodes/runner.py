@@ -6,7 +6,7 @@ import asyncio
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, get_args
@@ -80,7 +80,10 @@ class EpisodePool:
         policy = Policy(
             service, self.renderer, sampling, self._rendering, stopped_s=service.stopped_s
         )
-        limit = self._concurrency_limit(service)
+        limit = self._concurrency.get(service)
+        if limit is None:
+            limit = asyncio.Semaphore(self.config.max_concurrent or _UNLIMITED)
+            self._concurrency[service] = limit
 
         async def run_task(task: Task) -> EpisodeResult:
             async with limit:
@@ -97,14 +100,6 @@ class EpisodePool:
             for waiting in started:
                 waiting.cancel()
             await asyncio.gather(*started, return_exceptions=True)
-
-    def _concurrency_limit(self, service: TakesRequests) -> asyncio.Semaphore:
-        """Return the limit of concurrent episodes on a service."""
-        limit = self._concurrency.get(service)
-        if limit is None:
-            limit = asyncio.Semaphore(self.config.max_concurrent or _UNLIMITED)
-            self._concurrency[service] = limit
-        return limit
 
     def close(self) -> None:
         """End the environments' processes and the event loop's thread."""
@@ -201,19 +196,19 @@ class EpisodeRunner(Runner):
     def _tasks(self, prompt: Prompt) -> list[Task]:
         content: Any = prompt.text if prompt.messages is None else list(prompt.messages)
         row = json_types({**prompt.metadata, "prompt": content, "label": prompt.label})
-        return [self._task(prompt, row, member) for member in range(self.num_samples)]
-
-    def _task(self, prompt: Prompt, row: Mapping[str, Any], member: int) -> Task:
         seed = prompt_seed(self.seed, prompt.id)
         row_seed = prompt.metadata.get("seed")
-        name = f"{prompt.id}/{member}"
-        return Task(
-            name,
-            row,
-            environment_seed=row_seed if isinstance(row_seed, int) else seed % (1 << 53),
-            sampling_seed=(seed << 20) + zlib.crc32(name.encode()),
-            prompt_text=prompt.text,
-        )
+        names = [f"{prompt.id}/{member}" for member in range(self.num_samples)]
+        return [
+            Task(
+                name,
+                row,
+                environment_seed=row_seed if isinstance(row_seed, int) else seed % (1 << 53),
+                sampling_seed=(seed << 20) + zlib.crc32(name.encode()),
+                prompt_text=prompt.text,
+            )
+            for name in names
+        ]
 
     def _group_of(
         self, prompt: Prompt, results: Sequence[EpisodeResult], *, least: int = 2

@@ -122,7 +122,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, today: datetime | None) -> None:
         self._tokenizer = tokenizer
         self._today = today
-        self._special = _special_tokens(tokenizer)
+        texts = set(special_tokens(tokenizer).values()) - {""}
+        longest_first = sorted(texts, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._special = Pattern(pattern, is_own=False)
+        """Matches special tokens."""
         self._moved: dict[tuple[Any, ...], str | None] = {}
         """Shape of new messages -> the role of the first one that does not follow an answer."""
 
@@ -260,7 +264,12 @@ class ChatTemplate:
             full = self.text(messages[:following], tools, generate=True)
             new = self.continuation(list(messages[turn + 1 : following]), tools)
             sampled = self._sampled(head[len(prompt) :], new)
-            bridged = prompt + self._cut_block(messages[turn], sampled) + sampled + new.rest
+            content, tags = messages[turn]["content"], self.tags()
+            block = tags.block(content) if tags else None
+            if block is not None and block[0].strip() not in sampled:
+                # The policy writes reasoning first, and the template cuts it out of the text.
+                sampled = str(content).removesuffix(block[1].lstrip()) + sampled
+            bridged = prompt + sampled + new.rest
             if not head.startswith(prompt):  # the generation prompt has text that history lacks
                 bridged = prompt
             if bridged != full:
@@ -268,15 +277,6 @@ class ChatTemplate:
                 shown = slice(max(0, at - _BEFORE), at + _SHOWN)
                 return Difference(conversation.name, at, bridged[shown], full[shown])
         return None
-
-    def _cut_block(self, answer: Message, sampled: str) -> str:
-        """Return the block of reasoning that the policy writes at the beginning of ``answer`` and
-        the template cuts out of its text."""
-        tags = self.tags()
-        block = tags.block(answer["content"]) if tags else None
-        if block is None or block[0].strip() in sampled:
-            return ""
-        return str(answer["content"]).removesuffix(block[1].lstrip())
 
     def _sampled(self, turn: str, following: Continuation) -> str:
         """Return the part of a last turn that the policy samples: up to its end token."""
@@ -378,18 +378,14 @@ class ChatTemplate:
         with_prompt = self.text([user("Go.")], (), generate=True)
         return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
 
-    def _turn(self, answer: Message, tools: Tools) -> str:
-        """Return the text of a last turn, without the prompt."""
-        question = [user("Go.")]
-        prompt = self.text(question, tools, generate=False)
-        text = self.text([*question, answer], tools, generate=False)
-        return text.removeprefix(prompt).removeprefix(self.generation_prompt)
-
     def call_format(self) -> str | None:
         """Return the name of the format in which tool calls are rendered, if it is known."""
+        question = [user("Go.")]
         answer = assistant("", tool_calls=[call("look_up", {"key": _MARK}, "probe0000")])
         try:
-            turn = self._turn(answer, TOOLS)
+            prompt = self.text(question, TOOLS, generate=False)
+            text = self.text([*question, answer], TOOLS, generate=False)
+            turn = text.removeprefix(prompt).removeprefix(self.generation_prompt)
         except DataError:
             return None
         return format_of(turn) if _MARK in turn else None
@@ -423,13 +419,6 @@ def _unused_characters(values: Any) -> tuple[str, str]:
     text = json.dumps(values, ensure_ascii=False, default=str)
     unused = (chr(i) for i in range(_FIRST_MARK, _LAST_MARK + 1) if chr(i) not in text)
     return next(unused), next(unused)
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Pattern:
-    """Return a pattern that matches the tokenizer's special tokens, longest first."""
-    texts = set(special_tokens(tokenizer).values())
-    ordered = sorted(texts - {""}, key=len, reverse=True)
-    return Pattern("|".join(map(re.escape, ordered)) or r"(?!)", is_own=False)
 
 
 def _leading_results(messages: Sequence[Message]) -> list[Message]:

@@ -6,20 +6,23 @@ Every mistake is described in words for the policy, so that it can answer with a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
-from burnish.json_text import json_value
+from burnish.json_text import RepeatedKeyError, json_value
+from burnish.model_text import DOTALL, Pattern
 from burnish.tool_arguments import argument_problem
 
 MAX_CALLS = 64
 """Maximum tool calls of one response."""
 MAX_DEPTH = 64
 """Maximum depth of lists and objects in the arguments of a call."""
-_SHOWN = 200  # characters of a malformed call that are shown to the policy
+_SHOWN = 200  # characters of a malformed call or a key that are shown to the policy
 _BARE = {"name", "id", "type", "index"}
 """Keys of a call without arguments."""
+_BARE_KEY = Pattern(r"(?<=[{,])(\w+):")
 
 
 class CallReader:
@@ -53,22 +56,17 @@ class CallReader:
             if isinstance(call, str):
                 self.problems.append(f"{label} {call}")
                 return False
-            calls.append(self._finished(call, [*self.calls, *calls]))
-            mismatch = self._mismatch(call[0], call[1])
+            name, arguments, call_id = call
+            if not call_id or any(call_id == other["id"] for other in (*self.calls, *calls)):
+                number = bytes([self._number])
+                call_id = blake2b(self._salt + number, digest_size=8).hexdigest()[:9]
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": call_id, "type": "function", "function": function})
+            mismatch = self._mismatch(name, arguments)
             remarks += [f"{label} {mismatch}"] if mismatch else []
         self.calls += calls
         self.problems += remarks
         return True
-
-    def _finished(
-        self, call: tuple[str, dict[str, Any], str], before: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        name, arguments, call_id = call
-        if not call_id or any(call_id == other["id"] for other in before):
-            number = bytes([self._number])
-            call_id = blake2b(self._salt + number, digest_size=8).hexdigest()[:9]
-        function = {"name": name, "arguments": arguments}
-        return {"id": call_id, "type": "function", "function": function}
 
     def _mismatch(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         functions = self._functions
@@ -102,7 +100,8 @@ def read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name.strip():
         return f'has no "name": {json.dumps(function)[:_SHOWN]}'
-    arguments = _arguments(function)
+    none: dict[str, Any] | None = {} if set(function) <= _BARE else None
+    arguments = function.get("arguments", function.get("parameters", none))
     if isinstance(arguments, str):
         try:
             arguments = json_value(arguments)
@@ -114,28 +113,12 @@ def read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
         return f"has arguments that are not a JSON object: {json.dumps(arguments)[:_SHOWN]}"
     if _is_deep(arguments):
         return f"has arguments that are nested more than {MAX_DEPTH} deep"
-    if not _is_json(arguments):
+    try:  # Python reads NaN, Infinity and 1e999
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:
         return "has a number in its arguments that is not finite, which JSON does not have"
     call_id = value.get("id")
     return name.strip(), dict(arguments), call_id if isinstance(call_id, str) else ""
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call. A call with a name alone has none; None if they are under
-    another key."""
-    for key in ("arguments", "parameters"):
-        if key in function:
-            return function[key]
-    return {} if set(function) <= _BARE else None
-
-
-def _is_json(value: Any) -> bool:
-    """Return whether all numbers are finite. Python reads ``NaN``, ``Infinity`` and ``1e999``."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_deep(value: Any) -> bool:
@@ -148,3 +131,79 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def repeated_key(body: str, field: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Return why the text of a call has an argument twice, or None.
+
+    transformers keeps the last one, other servers the first, and the tool would run with one that
+    the policy may not have meant. In all formats such a call is malformed.
+
+    ``field``: the tool calls of a loaded response template. ``arguments``: those that were read
+    from ``body``.
+    """
+    try:
+        if field.content == "json":
+            _check(_plain_json(body, field.content_args))
+        elif field.content in ("xml-inline", "kv-lines"):
+            seen = set()
+            for key, value in _pairs(body, field.content, field.content_args):
+                if key in seen and not field.content_args.get("merge_duplicates"):
+                    raise RepeatedKeyError(f"it has the parameter {key[:_SHOWN]!r} twice")
+                seen.add(key)
+                if isinstance(arguments.get(key), dict | list):  # its schema says that it is JSON
+                    _check(value)
+    except RepeatedKeyError as error:
+        return f"has an argument more than once: {error}"
+    return None
+
+
+def _check(text: str) -> None:
+    """Raise RepeatedKeyError. Text that is no JSON has no keys."""
+    try:
+        json_value(text)
+    except RepeatedKeyError:
+        raise
+    except ValueError:
+        return
+
+
+def _pairs(body: str, content: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys and values of a call that is a list of arguments, as transformers does."""
+    if content == "xml-inline":
+        pattern = Pattern(options["tag_pattern"], DOTALL, is_own=False)
+        yield from ((match["key"], match["value"]) for match in pattern.finditer(body))
+        return
+    separator = options.get("kv_sep", ":")
+    for line in body.split(options.get("line_sep", "\n")):
+        key, has_separator, value = line.strip().partition(separator)
+        if has_separator:
+            yield key.strip(), value.strip()
+
+
+def _plain_json(body: str, options: Mapping[str, Any]) -> str:
+    """Return the JSON of a dialect with its own quotes, or keys without quotes, as transformers
+    does."""
+    texts: list[str] = []
+    for begin, end in options.get("string_delims", ()):
+        body = "".join(_set_aside(body, begin, end, texts))
+    if options.get("unquoted_keys"):
+        body = _BARE_KEY.sub(r'"\1":', body)
+    for number, text in enumerate(texts):
+        body = body.replace(f"\1{number}\2", json.dumps(text), 1)
+    return body
+
+
+def _set_aside(body: str, begin: str, end: str, texts: list[str]) -> Iterator[str]:
+    """Yield the parts of ``body`` with marks in place of the texts between ``begin`` and ``end``,
+    which are added to ``texts``."""
+    place = 0
+    for number in count(len(texts)):
+        opened = body.find(begin, place)
+        closed = body.find(end, opened + len(begin)) if opened >= 0 else -1
+        if closed < 0:
+            yield body[place:]
+            return
+        yield f"{body[place:opened]}\1{number}\2"
+        texts.append(body[opened + len(begin) : closed])
+        place = closed + len(end)

@@ -11,7 +11,7 @@ HuggingFace models look up their attention by name. This module registers one fu
 * :class:`~burnish.models.cache_attention.PrefillPlan`: a packed row of new tokens, each of which
   attends to its sequence in a cache;
 * :class:`DecodePlan`: one new token per sequence attends to the slots of a cache
-  (``models/kv_cache.py``);
+  (``models/cache_attention.py``);
 * :class:`SequenceParallelPlan`: a packed row whose tokens are sharded over ranks
   (``models/ulysses.py``).
 
@@ -37,15 +37,16 @@ from transformers.masking_utils import sdpa_mask
 
 from burnish.errors import BurnishError
 from burnish.models.cache_attention import (
+    KVCache,
     Options,
     PrefillPlan,
     additive_mask,
     prefill_attention,
+    similar_spans,
     stable_attention,
 )
 from burnish.models.family import PACKED
 from burnish.models.flash import FlashPlan, FlashSwitch, flash_attention, flash_plan
-from burnish.models.kv_cache import KVCache
 from burnish.models.sdpa import Kernels, attend, kernels_of
 from burnish.models.segments import Segment
 from burnish.models.ulysses import sequence_parallel_attention
@@ -86,11 +87,9 @@ class PackedPlan:
 
     @cached_property
     def buckets(self) -> tuple[_Bucket, ...]:
-        """Rectangles of segments of similar size. The shortest segment of a bucket has at least
-        half the queries and half the keys of the largest, which bounds the padding however ragged
-        the rows are."""
+        """Rectangles of segments of similar size (:func:`similar_spans`)."""
         return tuple(
-            _bucket(chosen, self.positions.device) for chosen in similar_segments(self.segments)
+            _bucket(chosen, self.positions.device) for chosen in similar_spans(self.segments)
         )
 
     @cached_property
@@ -98,7 +97,7 @@ class PackedPlan:
         """[M] index of each token in the concatenated outputs of the buckets."""
         inverse = np.empty(self.positions.numel(), dtype=np.int64)
         done = 0
-        for chosen in similar_segments(self.segments):
+        for chosen in similar_spans(self.segments):
             width = max(s.q_len for s in chosen)
             for row, segment in enumerate(chosen):
                 first = done + row * width
@@ -193,22 +192,6 @@ def plan_segments(
         kernels=kernels_of(device),
         flash=None if switch is None else flash_plan(segments, device, switch),
     )
-
-
-def similar_segments(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Return the segments of each bucket of :attr:`PackedPlan.buckets`, the longest first."""
-    order = sorted(segments, key=lambda s: (s.q_len, s.k_len))
-    buckets: list[list[Segment]] = []
-    while order:
-        largest, chosen = order[-1], []
-        while order and _fits(order[-1], largest):
-            chosen.append(order.pop())
-        buckets.append(chosen)
-    return buckets
-
-
-def _fits(segment: Segment, largest: Segment) -> bool:
-    return 2 * segment.q_len >= largest.q_len and 2 * segment.k_len >= largest.k_len
 
 
 def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
@@ -306,19 +289,15 @@ def _window(module: nn.Module, keywords: Any) -> int | None:
     if "sliding_window" in keywords:
         return keywords["sliding_window"] or None
     if module not in _WINDOWS:
-        _WINDOWS[module] = _window_in_config(module)
+        config = vars(module).get("config")
+        fields = {} if config is None else config.get_text_config().to_dict()
+        types, layer = fields.get("layer_types"), vars(module).get("layer_idx")
+        if types:
+            applies = types[layer] == "sliding_attention"
+        else:
+            applies = fields.get("use_sliding_window", True)
+        _WINDOWS[module] = (fields.get("sliding_window") or None) if applies else None
     return _WINDOWS[module]
-
-
-def _window_in_config(module: nn.Module) -> int | None:
-    config = vars(module).get("config")
-    fields = {} if config is None else config.get_text_config().to_dict()
-    types, layer = fields.get("layer_types"), vars(module).get("layer_idx")
-    if types:
-        applies = types[layer] == "sliding_attention"
-    else:
-        applies = fields.get("use_sliding_window", True)
-    return (fields.get("sliding_window") or None) if applies else None
 
 
 def _attention(
@@ -422,19 +401,16 @@ def packed_attention(
         k = key[bucket.k_index].transpose(1, 2)
         v = value[bucket.k_index].transpose(1, 2)
         if options.softcap is not None:
-            out = _capped((q, k, v), _causal(q) if mask is None else mask, options)
+            if mask is None:  # causal
+                length = q.shape[2]
+                mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            out = _capped((q, k, v), mask, options)
         else:
             dropout, scale = options.dropout, options.scale
             out = attend((q, k, v), mask, plan.kernels, dropout_p=dropout, scale=scale)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat[plan.inverse]
-
-
-def _causal(query: Tensor) -> Tensor:
-    """Return the mask [T, T] that is True if query t may read key s: s <= t."""
-    length = query.shape[2]
-    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
 
 
 def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: Options) -> Tensor:

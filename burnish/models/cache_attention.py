@@ -1,5 +1,5 @@
-"""Attention of new tokens to keys and values in a cache, with results that do not depend on the
-batch.
+"""A cache of keys and values, and attention of new tokens to it, with results that do not depend
+on the batch.
 
 On a CPU, the output of a token must have the same bits whatever else is computed with it, and
 whether the keys before it were computed in the same pass, in earlier passes or token by token. The
@@ -12,16 +12,17 @@ least :data:`_LEAST_KEYS` and at most :data:`_CHUNK`. Masked keys have weight 0,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, reduce
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from burnish.models.kv_cache import KVCache
+from burnish.models.segments import Segment
 
 _KEY_MULTIPLE = 4
 """Key lengths are rounded up to this, so that the rows of the scores are aligned."""
@@ -41,6 +42,83 @@ _SCORES = 1 << 24
 _TILE = 64
 """Queries of a sequence computed at once if all of them would exceed :data:`_SCORES`; otherwise the
 minimum."""
+
+
+class KVCache:
+    """KV cache of the sequences being decoded: ``[slots, kv_heads, capacity, head_dim]`` per layer.
+
+    Slots ``0 .. B-1`` hold the B active sequences, so a decode step reads a plain slice. A layer is
+    allocated on its first write, in the shape and dtype of the keys and values.
+
+    With ``transposed_keys`` the keys have the same shape, but their positions are contiguous in
+    memory, which batch-invariant matmuls need.
+    """
+
+    def __init__(self, num_slots: int, capacity: int, *, transposed_keys: bool = False) -> None:
+        self.num_slots = num_slots
+        self.capacity = capacity
+        self.transposed_keys = transposed_keys
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def write(
+        self, layer: int, slots: Tensor, positions: Tensor, kv: tuple[Tensor, Tensor]
+    ) -> None:
+        """Store keys and values [W, kv_heads, head_dim] at (slot, position) pairs."""
+        key, value = kv
+        if layer not in self.keys:
+            self.keys[layer] = self._zeros(key, transposed=self.transposed_keys)
+            self.values[layer] = self._zeros(value, transposed=False)
+        self.keys[layer][slots, :, positions] = key
+        self.values[layer][slots, :, positions] = value
+
+    def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first ``length`` keys and values [S, kv_heads, length, head_dim] of
+        some slots, in the memory order of the cache."""
+        keys, values = self.keys[layer][:, :, :length], self.values[layer][:, :, :length]
+        if self.transposed_keys:
+            keys = keys.transpose(2, 3).index_select(0, slots).transpose(2, 3)
+        else:
+            keys = keys.index_select(0, slots)
+        return keys, values.index_select(0, slots)
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy the first ``length`` positions of slots ``source`` into slots ``target``."""
+        for store in (self.keys, self.values):
+            for tensor in store.values():
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def resize(self, *, num_slots: int = 0, capacity: int = 0) -> None:
+        """Extend the cache to these sizes and keep its contents. Never shrinks."""
+        if num_slots <= self.num_slots and capacity <= self.capacity:
+            return
+        self.num_slots = max(num_slots, self.num_slots)
+        self.capacity = max(capacity, self.capacity)
+        stores = ((self.keys, self.transposed_keys), (self.values, False))
+        for store, transposed in stores:
+            for layer, old in store.items():
+                store[layer] = self._zeros(old[:, :, 0], transposed=transposed)
+                store[layer][: old.shape[0], :, : old.shape[2]] = old
+
+    def copy_from(self, other: KVCache) -> None:
+        """Copy the contents of a cache that is not larger."""
+        for target, source in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, tensor in source.items():
+                if layer not in target:
+                    transposed = self.transposed_keys and target is self.keys
+                    target[layer] = self._zeros(tensor[:, :, 0], transposed=transposed)
+                target[layer][: other.num_slots, :, : other.capacity] = tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for store in (self.keys, self.values) for t in store.values())
+
+    def _zeros(self, like: Tensor, *, transposed: bool) -> Tensor:
+        """Return the tensor of a layer for keys or values like those given, [W, kv_heads, dim]."""
+        _, heads, dim = like.shape
+        if transposed:
+            return like.new_zeros(self.num_slots, heads, dim, self.capacity).transpose(2, 3)
+        return like.new_zeros(self.num_slots, heads, self.capacity, dim)
 
 
 @dataclass(frozen=True)
@@ -67,6 +145,9 @@ class Extension:
     @property
     def k_len(self) -> int:
         return self.cached + self.q_len
+
+
+Span = TypeVar("Span", Segment, Extension)
 
 
 @dataclass(frozen=True)
@@ -146,7 +227,7 @@ def prefill_plan(
         positions.append(np.tile(np.arange(e.cached, e.k_len), count))
     inverse = np.zeros(width, dtype=np.int64)
     buckets, done = [], 0
-    for chosen in _grouped(extensions):
+    for chosen in similar_spans(extensions):
         width = max(e.q_len for e in chosen)
         for row, e in enumerate(chosen):
             first = done + row * width
@@ -172,11 +253,12 @@ def prefill_plan(
     )
 
 
-def _grouped(extensions: Sequence[Extension]) -> list[list[Extension]]:
-    """Split extensions into groups whose smallest has at least half the queries and half the keys
-    of the largest."""
-    left = sorted(extensions, key=lambda e: (e.q_len, e.k_len))
-    groups: list[list[Extension]] = []
+def similar_spans(spans: Sequence[Span]) -> list[list[Span]]:
+    """Split spans into groups whose smallest has at least half the queries and half the keys of the
+    largest, the largest first. That bounds the padding of a rectangle, however ragged the rows
+    are."""
+    left = sorted(spans, key=lambda e: (e.q_len, e.k_len))
+    groups: list[list[Span]] = []
     while left:
         largest, chosen = left[-1], []
         while left and 2 * left[-1].q_len >= largest.q_len and 2 * left[-1].k_len >= largest.k_len:
@@ -292,15 +374,9 @@ def full_vectors(rows: int, widths: Collection[int], *, threads: int) -> int:
     """Return the least number of rows, at least ``rows``, for which an elementwise function of
     [rows, width] ends at a full vector in the part of every thread, for each of ``widths``."""
 
-    def ends(count: int) -> bool:
-        return all(part % _VECTOR == 0 for part in _parts(count, widths, threads))
+    def ends(elements: int) -> bool:
+        part = -(-elements // min(threads, -(-elements // _THREAD)))  # of one thread
+        return elements % _VECTOR == 0 and part % _VECTOR == 0
 
-    return next(count for count in itertools.count(rows) if ends(count))
-
-
-def _parts(rows: int, widths: Collection[int], threads: int) -> Iterator[int]:
-    """Yield the elements of a tensor [rows, width] and of a thread's part of it, for each width."""
-    for width in widths:
-        elements = rows * width
-        yield elements
-        yield -(-elements // min(threads, -(-elements // _THREAD)))
+    counts = itertools.count(rows)
+    return next(count for count in counts if all(ends(count * width) for width in widths))

@@ -1,4 +1,5 @@
-"""Checks of a loaded model with its real weights: output projection, compute dtype, finite weights.
+"""Checks of one model: unquantized weights by its config, and, once it is loaded, its output
+projection, compute dtype and finite weights.
 
 The check of the model family needs no weights; see ``support.py``.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
@@ -130,3 +132,26 @@ def raise_if_lacking(error: Exception, model: Any, name: str) -> None:
         f"has no {dtype} form of {operation} there ({first_line}); use another precision.dtype "
         "(fp32 always works), or another device"
     ) from error
+
+
+def check_unquantized(config: PretrainedConfig, name: str) -> None:
+    """Raise ModelError if the weights of a model folder are quantized (GPTQ, AWQ, FP8,
+    compressed-tensors, bitsandbytes): they have no gradient and no full-precision masters."""
+    quantization = vars(config).get("quantization_config")
+    if not quantization:
+        return
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(fields.get("quant_method") or "an unknown method").rpartition(".")[2].lower()
+    tools = {
+        "fp8": "transformers' FineGrainedFP8Config(dequantize=True) and save_pretrained",
+        "bitsandbytes": "transformers' model.dequantize() and save_pretrained",
+        "compressed-tensors": "transformers' CompressedTensorsConfig(run_compressed=False) and "
+        "save_pretrained",
+    }
+    tool = tools.get(method, "the tool that quantized it")
+    raise ModelError(
+        f"{name} has quantized weights (quantization_config of its config.json: {method}), and "
+        "Burnish trains and samples from full-precision weights only; use the original checkpoint, "
+        f"or dequantize this one to bf16 ({tool}). For 4-bit base weights, train adapters on that "
+        "with model.lora.quantization=nf4"
+    )

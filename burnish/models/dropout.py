@@ -34,19 +34,13 @@ def start_training(model: nn.Module, *, dropout: bool) -> None:
     model.train()
     if dropout:
         return
-    adapter_ids = _adapters(model)
+    layers = adapted_layers(model).values()
+    adapter_ids = {id(m) for layer in layers for m in (layer, *layer.lora_dropout.modules())}
     for module in model.modules():
         recomputed = vars(module).get("gradient_checkpointing") is True
         module.training = recomputed or id(module) in adapter_ids
         if recomputed:  # transformers recomputes layers in training mode only
             _disable(module)
-
-
-def _adapters(model: nn.Module) -> set[int]:
-    """Return the ids of the adapters' own modules, without the layers they adapt."""
-    layers = adapted_layers(model).values()
-    inside = {id(m) for layer in layers for m in layer.lora_dropout.modules()}
-    return inside | {id(layer) for layer in layers}
 
 
 def _disable(module: nn.Module) -> None:

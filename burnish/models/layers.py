@@ -107,23 +107,18 @@ def num_layers(fields: Fields) -> int:
 def _chosen(marks: list[list[Hashable]], count: int) -> list[int]:
     types: list[tuple[Hashable, ...]] = [tuple(m[i] for m in marks) for i in range(count)]
     layers = [i for i, mark in enumerate(types) if types.index(mark) == i]
-    if len(layers) > MAX_LAYERS:
-        layers = _with_new_values(types, layers)
+    if len(layers) > MAX_LAYERS:  # keep those with a value that no earlier layer has
+        seen: set[tuple[int, Hashable]] = set()
+        with_new_values = []
+        for i in layers:
+            values = set(enumerate(types[i]))
+            if not values <= seen:
+                with_new_values.append(i)
+            seen |= values
+        layers = with_new_values[:MAX_LAYERS]
     if len(layers) == 1:
         layers = list(range(min(2, count)))
     return layers
-
-
-def _with_new_values(types: list[tuple[Hashable, ...]], layers: list[int]) -> list[int]:
-    """Return the layers with a value that no earlier layer has, at most MAX_LAYERS."""
-    seen: set[tuple[int, Hashable]] = set()
-    new_layers = []
-    for i in layers:
-        values = set(enumerate(types[i]))
-        if not values <= seen:
-            new_layers.append(i)
-        seen |= values
-    return new_layers[:MAX_LAYERS]
 
 
 def _patterns(fields: Fields, count: int) -> list[_Pattern]:

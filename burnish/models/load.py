@@ -29,7 +29,7 @@ from burnish.models.attn_implementation import (
     use_attention,
 )
 from burnish.models.auto_class import is_composite, language_model_class
-from burnish.models.checks import check_head, check_weights
+from burnish.models.checks import check_head, check_unquantized, check_weights
 from burnish.models.composite import check_class, other_model
 from burnish.models.empty import empty_model
 from burnish.models.end_tokens import configured_end_tokens, gguf_entry
@@ -40,7 +40,6 @@ from burnish.models.lora import adapted_ends, inject_lora
 from burnish.models.nf4 import quantize, require_bitsandbytes
 from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
-from burnish.models.quantized import check_unquantized
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
 from burnish.models.untrusted import (
@@ -429,19 +428,12 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
             "model.path is a model of this kind, and complete"
         )
     if config.gguf_file:
-        _forget_quantization(model)
+        # The weights are dequantized. With its marks, transformers would refuse to save the model.
+        model.hf_quantizer = None
+        model.is_quantized = False
+        if "quantization_config" in model.config.__dict__:
+            del model.config.quantization_config
     return model
-
-
-def _forget_quantization(model: Any) -> None:
-    """Remove transformers' quantization marks from a model with dequantized GGUF weights.
-
-    With them, transformers would refuse to save the model.
-    """
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if "quantization_config" in model.config.__dict__:
-        del model.config.quantization_config
 
 
 def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -462,20 +454,15 @@ def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
     except Exception as error:  # tokenizers raises plain Exceptions
         raise unloadable("tokenizer", str(source), error) from error
     if gguf:
-        _restore_digit_splitting(tokenizer, Path(str(config.path)) / gguf)
+        from tokenizers import pre_tokenizers
+
+        if gguf_entry(Path(str(config.path)) / gguf, "tokenizer.ggml.pre") in _SPLIT_DIGITS:
+            backend = tokenizer.backend_tokenizer
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     return tokenizer
 
 
 # Pre-tokenizers (GGUF key tokenizer.ggml.pre) that split every digit. The tokenizer rebuilt by
 # transformers does not.
 _SPLIT_DIGITS = frozenset({"smollm"})
-
-
-def _restore_digit_splitting(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    from tokenizers import pre_tokenizers
-
-    if gguf_entry(file, "tokenizer.ggml.pre") not in _SPLIT_DIGITS:
-        return
-    backend = tokenizer.backend_tokenizer
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])

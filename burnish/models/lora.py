@@ -35,7 +35,6 @@ from burnish.models.nf4 import Nf4Layer, packed_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig
-    from peft.tuners.lora import LoraLayer
 
 log = logging.getLogger("burnish")
 
@@ -88,7 +87,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
     _check_targets(model, config)
     _check_saved_weights(model, config)
-    tied = _is_tied(model)
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
     try:
         inject_adapter_in_model(peft_config(config, model), model, adapter_name=ADAPTER)
     except ValueError as error:
@@ -185,11 +185,6 @@ def adapter_base(folder: Path) -> str | None:
     """Return the base model that an adapter folder names, or None."""
     adapter_config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return adapter_config.get("base_model_name_or_path") or None
-
-
-def _is_tied(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def adapted_ends(model: PreTrainedModel) -> list[str]:
@@ -336,31 +331,26 @@ def _check_special_layers(model: PreTrainedModel, config: LoraConfig) -> None:
     device.
     """
     adapted = adapted_layers(model)
-    special = {n: m.get_base_layer() for n, m in adapted.items() if _is_special(m)}
+    special = {}
+    for name, layer in adapted.items():
+        base = layer.get_base_layer()
+        is_plain = type(base).forward in (nn.Linear.forward, nn.Embedding.forward)
+        is_layer = isinstance(base, nn.Linear | nn.Embedding) and not isinstance(base, Nf4Layer)
+        if is_layer and not is_plain:
+            special[name] = base
     if not special or any(p.is_meta or not p.numel() for p in model.parameters()):
         return
     try:
         model(input_ids=torch.tensor([[1, 2]], device=model.device), use_cache=False)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        name, layer = next(iter(special.items()))
+        name, base = next(iter(special.items()))
         left_out = {n.rpartition(".")[2] for n in special}
         others = sorted({n.rpartition(".")[2] for n in adapted} - left_out)
         raise ValueError(
-            f"{_targets(config)}: {name} is a {type(layer).__name__}, whose forward an adapter "
+            f"{_targets(config)}: {name} is a {type(base).__name__}, whose forward an adapter "
             f"does not support ({str(error).splitlines()[0]}); name other layers, such as "
             f"[{', '.join(others)}]"
         ) from error
-
-
-def _is_special(layer: LoraLayer) -> bool:
-    base = layer.get_base_layer()
-    quantized = isinstance(base, Nf4Layer)
-    plain = (nn.Linear.forward, nn.Embedding.forward)
-    return (
-        isinstance(base, nn.Linear | nn.Embedding)
-        and not quantized
-        and type(base).forward not in plain
-    )
 
 
 def _fill_empty_adapters(model: nn.Module, generator: Tensor) -> None:
@@ -403,7 +393,7 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
         plain_name(name)
         for name, parameter in model.named_parameters()
         if not is_adapter(name)
-        and len(_shape(parameter)) == 3
+        and len(vars(parameter).get("ds_shape", parameter.shape)) == 3  # of DeepSpeed's shards
         and id(parameter) not in convolutions
         and plain_name(name) not in adapters
         and others.fullmatch(plain_name(name)) is None
@@ -414,8 +404,3 @@ def _warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
             "model (e.g. %s): they stay as in the base model",
             *(targets, len(bare), type(model).__name__, bare[0]),
         )
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of the full parameter, even if DeepSpeed shards it."""
-    return tuple(vars(parameter).get("ds_shape", parameter.shape))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -188,7 +188,7 @@ def _shrunk(fields: Fields) -> Fields:
     """Shrink the fields of a config and of its nested configs."""
     old = dict(fields)
     new = {
-        name: _shrunk(value) if _is_config(value) else value
+        name: _shrunk(value) if isinstance(value, dict) and "model_type" in value else value
         for name, value in keep_layers(fields).items()
     }
     sizes = _Sizes(old)
@@ -203,10 +203,6 @@ def _shrunk(fields: Fields) -> Fields:
         if old.get("model_type") == model_type:
             repair(new, old)
     return new
-
-
-def _is_config(value: Any) -> bool:
-    return isinstance(value, dict) and "model_type" in value
 
 
 class _Sizes:
@@ -236,16 +232,13 @@ class _Sizes:
         if isinstance(value, bool) or not isinstance(value, int):
             return value
         if name.endswith(_SPECIAL_ENDINGS):
-            return self._token(value)
+            if value < SPECIAL:
+                return value
+            return self.special.setdefault(value, SPECIAL + len(self.special))
         if value <= 0 or name not in _KIND_OF:
             return value
         kind = _KIND_OF[name]
         return self._rules[kind](name, value) if kind in self._rules else min(value, _LIMITS[kind])
-
-    def _token(self, value: int) -> int:
-        if value < SPECIAL:
-            return value
-        return self.special.setdefault(value, SPECIAL + len(self.special))
 
     def _hidden(self, name: str, value: int) -> int:
         return max(8, round(HIDDEN * value / self.hidden / 8) * 8)
@@ -311,7 +304,9 @@ times the model's hidden size."""
 def _shrink_rope(new: Fields, old: Fields, sizes: _Sizes) -> None:
     """Make rotary parameters fit the small heads, with length limits that short rows exceed."""
     head_dim = new.get("qk_rope_head_dim") or new.get("head_dim") or HEAD_DIM
-    ropes = [old, *_leaves(old.get("rope_parameters") or old.get("rope_scaling") or {})]
+    rope = old.get("rope_parameters") or old.get("rope_scaling") or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]  # one per layer type
+    ropes = [old, *(nested or [rope])]
     origins = [r["original_max_position_embeddings"] for r in ropes if _has_origin(r)]
     original, longest = _small_positions(old, origins)
     for name in ("rope_parameters", "rope_scaling"):
@@ -344,12 +339,6 @@ def _has_origin(rope: Fields) -> bool:
     return isinstance(rope.get("original_max_position_embeddings"), int)
 
 
-def _leaves(rope: Fields) -> Iterator[Fields]:
-    """Yield the parameters of each rotary embedding: ``rope`` itself, or one per layer type."""
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    yield from nested or [rope]
-
-
 def _small_rope(rope: Fields, head_dim: int, original: int) -> Fields:
     if any(isinstance(value, dict) for value in rope.values()):
         return {
@@ -364,7 +353,10 @@ def _small_rope(rope: Fields, head_dim: int, original: int) -> Fields:
         if isinstance(values := rope.get(name), list):
             small[name] = [values[i * len(values) // pairs] for i in range(pairs)]
     if isinstance(sections := rope.get("mrope_section"), list):
-        small["mrope_section"] = _sections(sections, pairs)
+        # Divide the pairs in the proportions of the sections.
+        total, sizes = sum(sections), range(len(sections) + 1)
+        borders = [round(pairs * sum(sections[:i]) / total) for i in sizes]
+        small["mrope_section"] = [end - start for start, end in itertools.pairwise(borders)]
     if _has_origin(rope):
         small["original_max_position_embeddings"] = original
     return small
@@ -376,12 +368,6 @@ def _even(factor: float, head_dim: int) -> float:
     if int(head_dim * factor) % 2 == 0 and int(head_dim * factor) > 0:
         return factor
     return max(2, 2 * round(head_dim * factor / 2)) / head_dim
-
-
-def _sections(sections: list[int], pairs: int) -> list[int]:
-    """Divide ``pairs`` rotary pairs in the proportions of ``sections``."""
-    borders = [round(pairs * sum(sections[:i]) / sum(sections)) for i in range(len(sections) + 1)]
-    return [end - start for start, end in itertools.pairwise(borders)]
 
 
 def _zamba(new: Fields, old: Fields) -> None:
@@ -431,7 +417,9 @@ def _randomize(model: nn.Module) -> None:
         if not parameter.requires_grad or not parameter.is_floating_point():
             continue
         noise = torch.randn_like(parameter)
-        if parameter.ndim < 2 or not _is_centered(parameter):
+        spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
+        is_centered = abs(float(parameter.mean())) <= 0.25 * spread  # at 0, or all 0
+        if parameter.ndim < 2 or not is_centered:
             parameter.add_(0.2 * noise)  # norms, biases, gates, decays: near their values
         elif id(parameter) in embeddings:
             parameter.copy_(noise * (2 / math.sqrt(parameter.shape[-1])))
@@ -455,12 +443,6 @@ def _widen_logits(model: PreTrainedModel) -> None:
     spread = float(model.eval()(input_ids=tokens, use_cache=False).logits.std())
     if 0 < spread < 0.5:
         head.weight.mul_(min(1 / spread, 100.0))
-
-
-def _is_centered(weight: Tensor) -> bool:
-    """Return whether a weight's entries are centered at 0 (or all 0), so that it may be redrawn."""
-    spread = float(weight.std()) if weight.numel() > 1 else 0.0
-    return abs(float(weight.mean())) <= 0.25 * spread
 
 
 def _fan_in(weight: Tensor) -> int:

@@ -69,7 +69,8 @@ def cached_result(
     cached = _IN_MEMORY.get(key)
     if isinstance(cached, kind):
         return cached
-    use_disk = use_disk and not _is_remote(tiny)
+    # The code of a model's own repository may change without its config.
+    use_disk = use_disk and not tiny.to_dict().get("auto_map")
     result = recall(kind, key) if use_disk else None
     if result is None:
         with plain_torch(), torch.random.fork_rng(devices=[]):  # a cached result draws nothing
@@ -165,9 +166,3 @@ def _content(tiny: PretrainedConfig) -> bytes:
 def runs_own_code(model: object) -> bool:
     """Return whether a model or config runs code from its own repository, trusted on load."""
     return type(model).__module__.startswith("transformers_modules")
-
-
-def _is_remote(tiny: PretrainedConfig) -> bool:
-    """Return whether the model's repository contains its code, which may change without its
-    config."""
-    return bool(tiny.to_dict().get("auto_map"))

@@ -60,10 +60,26 @@ class TensorFiles:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, list[_Stored]] = {}
         for path in paths:
-            self._add(path)
+            file = self._file(path)
+            tensor_shards = json.loads((file.metadata() or {}).get("pieces", "{}"))
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                shape_in_file = tuple(file.get_slice(name).get_shape())
+                begin, shape = tensor_shards.get(name, (0, shape_in_file))
+                rows = shape_in_file[0] if shape_in_file else 1
+                self._shapes[name] = tuple(shape)
+                self._stored.setdefault(name, []).append(_Stored(path, begin, begin + rows))
         for name, stored in self._stored.items():
             stored.sort(key=lambda s: s.begin)
-            self._check_whole(name, stored)
+            reached = 0
+            for part in stored:
+                if part.begin != reached:
+                    break
+                reached = part.end
+            if reached != (self._shapes[name] or (1,))[0]:
+                raise ValueError(
+                    f"{stored[0].path.parent} is incomplete: rows of {name} are missing or "
+                    "duplicated; use another checkpoint"
+                )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -97,29 +113,6 @@ class TensorFiles:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path]
-
-    def _add(self, path: Path) -> None:
-        file = self._file(path)
-        tensor_shards = json.loads((file.metadata() or {}).get("pieces", "{}"))
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            shape_in_file = tuple(file.get_slice(name).get_shape())
-            begin, shape = tensor_shards.get(name, (0, shape_in_file))
-            rows = shape_in_file[0] if shape_in_file else 1
-            self._shapes[name] = tuple(shape)
-            self._stored.setdefault(name, []).append(_Stored(path, begin, begin + rows))
-
-    def _check_whole(self, name: str, stored: list[_Stored]) -> None:
-        shape = self._shapes[name]
-        reached = 0
-        for part in stored:
-            if part.begin != reached:
-                break
-            reached = part.end
-        if reached != (shape[0] if shape else 1):
-            raise ValueError(
-                f"{stored[0].path.parent} is incomplete: rows of {name} are missing or "
-                "duplicated; use another checkpoint"
-            )
 
 
 def tensor_sets(folder: Path) -> dict[str, TensorFiles]:

@@ -85,22 +85,18 @@ def _broken_file(folder: Path) -> str | None:
     """Return which file of a model folder is broken, and why; None if all have their form."""
     for path in sorted(folder.iterdir()):
         try:
-            _parse(path)
+            if path.suffix == ".jinja":
+                path.read_text(encoding="utf-8")
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            elif path.suffix == ".json":
+                value = json.loads(path.read_bytes())
+                if path.name in _OBJECTS and not isinstance(value, dict):
+                    raise ValueError("it is not a JSON object")
         except (OSError, ValueError, RecursionError, SafetensorError) as error:
             return f"{path.name} is broken ({type(error).__name__}: {error})"
     return None
-
-
-def _parse(path: Path) -> None:
-    if path.suffix == ".jinja":
-        path.read_text(encoding="utf-8")
-    elif path.suffix == ".safetensors":
-        with safe_open(path, "pt"):
-            pass
-    elif path.suffix == ".json":
-        value = json.loads(path.read_bytes())
-        if path.name in _OBJECTS and not isinstance(value, dict):
-            raise ValueError("it is not a JSON object")
 
 
 _TEXTS = (".json", ".jinja", ".txt", ".model")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from burnish.models.attention import similar_segments
+from burnish.models.cache_attention import similar_spans
 from burnish.plan.shapes import ModelShape, matrix_flops
 from burnish.train.row_layout import Layout, RowSize, place_rows, segments_of
 
@@ -147,7 +147,7 @@ def attention_work(
         placed = segments_of(place_rows(tuple(rows), layout))
         segments = [(segment.q_len, segment.prefix_len) for segment in placed]
         rectangles = []
-        for chosen in similar_segments(placed):
+        for chosen in similar_spans(placed):
             lengths = {(s.q_len, s.prefix_len) for s in chosen}
             queries, keys = max(s.q_len for s in chosen), max(s.k_len for s in chosen)
             rectangles.append(

@@ -17,7 +17,7 @@ from burnish.models.attention import (
     decode_plan,
     plan_segments,
 )
-from burnish.models.kv_cache import KVCache
+from burnish.models.cache_attention import KVCache
 from burnish.models.load import choose_attention, load_causal_lm
 from burnish.models.segments import Segment
 

@@ -20,8 +20,8 @@ from transformers import (
 
 import burnish.models.attention as attention
 import burnish.models.family_check as family_check
-import burnish.models.kv_cache as kv_cache
 import burnish.models.support as support_module
+from burnish.models.cache_attention import KVCache
 from burnish.models.family import ModelSupport, keep
 from burnish.models.family_check import check_family, largest_difference
 from burnish.models.load import ModelError, choose_attention
@@ -150,12 +150,12 @@ def test_a_dropped_logit_cap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decoding_that_forgets_its_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = kv_cache.KVCache.write
+    original = KVCache.write
 
     def wrong(self: Any, layer: int, slots: Any, positions: Any, kv: Any) -> None:
         original(self, layer, slots, positions * 0, kv)
 
-    monkeypatch.setattr(kv_cache.KVCache, "write", wrong)
+    monkeypatch.setattr(KVCache, "write", wrong)
     monkeypatch.setattr(support_module, "_IN_MEMORY", {})
     assert decoding_support(LlamaConfig(), use_disk=False).decoding != "batched"
 

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from burnish.config.model import Dtype, ModelConfig, ScratchConfig
 from burnish.models import cache_attention
 from burnish.models.cache_attention import (
+    KVCache,
     Options,
     additive_mask,
     full_vectors,
@@ -22,7 +23,6 @@ from burnish.models.cache_attention import (
     rounded,
     stable_attention,
 )
-from burnish.models.kv_cache import KVCache
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.paths import ModelError
 from burnish.rollout.base import Completion, Request, Sampling

@@ -1,7 +1,7 @@
 """Memory of the local engine, for plans.
 
-The engine allocates slots that grow (``running_batch.py``, ``models/kv_cache.py``). If it records
-CUDA graphs, it allocates all positions at once.
+The engine allocates slots that grow (``running_batch.py``, ``models/cache_attention.py``). If it
+records CUDA graphs, it allocates all positions at once.
 """
 
 from __future__ import annotations

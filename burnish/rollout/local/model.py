@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.models.attention import NO_MASK, DecodePlan
-from burnish.models.cache_attention import full_vectors, least_rows
+from burnish.models.cache_attention import KVCache, full_vectors, least_rows
 from burnish.models.half_linear import WideLinear
-from burnish.models.kv_cache import KVCache
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
 from burnish.rollout.local.config import LocalEngine

@@ -1,8 +1,8 @@
 """Sampling one row at a time through transformers' own ``generate``.
 
-For models with layer states that :class:`~burnish.models.kv_cache.KVCache` cannot store, or whose
-attention does not use the shared interface. It is slow but exact: the model builds its own cache,
-or recomputes the row for each token (``use_cache=False``).
+For models with layer states that :class:`~burnish.models.cache_attention.KVCache` cannot store, or
+whose attention does not use the shared interface. It is slow but exact: the model builds its own
+cache, or recomputes the row for each token (``use_cache=False``).
 """
 
 from __future__ import annotations

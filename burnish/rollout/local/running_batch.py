@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from burnish.models.attention import PackedPlan, decode_plan, plan_segments
-from burnish.models.cache_attention import Extension, PrefillPlan, prefill_plan, rounded
-from burnish.models.kv_cache import KVCache
+from burnish.models.cache_attention import Extension, KVCache, PrefillPlan, prefill_plan, rounded
 from burnish.models.segments import Segment
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.local.model import DecodeGraphs, LocalModel

@@ -15,7 +15,8 @@ import re
 import socket
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -126,6 +127,33 @@ def _try_lock(path: Path) -> FileLock | None:
         raise
     lock.close()
     return None
+
+
+@contextmanager
+def locked_output(
+    path: Path, error_class: type[Exception], *, unwritable: str, in_use: str, other: str
+) -> Iterator[None]:
+    """Lock an output by the file ``path`` until the end of the block. Its folder is created.
+
+    Raises ``error_class`` if the file cannot be written, or if another process has the lock. Its
+    message begins with ``unwritable`` or ``in_use``. ``other``: what to choose in place of the
+    output.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(path)
+    except OSError as error:
+        raise error_class(f"{unwritable}: {error.strerror}; choose {other}") from error
+    if lock is None:
+        holder, stop, gone = holder_and_ways_out(path)
+        raise error_class(
+            f"{in_use} (lock file {path}): {holder}; wait until it ends, {stop}, or choose "
+            f"{other}{gone}"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def holder_and_ways_out(path: Path) -> tuple[str, str, str]:

@@ -35,7 +35,7 @@ from burnish.checkpoint.state import EXPORT_METADATA, load_state, saved_weights
 from burnish.checkpoint.untrusted import check_files, check_sizes, copy_tokenizer, reading
 from burnish.config.base import LOCK_FILE, lock_of
 from burnish.config.model import Dtype, ModelConfig
-from burnish.file_lock import holder_and_ways_out, lock_file
+from burnish.file_lock import locked_output
 from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import BUFFERS, load_buffers, persistent_buffers, replace_buffers
 from burnish.models.digest import present_weights_digest, weights_changed
@@ -87,7 +87,14 @@ def export(  # house: ok options of one command
     contains symbolic links to the outside, if it needs code without ``trust_remote_code``, or if
     ``out`` is not empty or another process writes it.
     """
-    with _locked(Path(out)):
+    lock = lock_of(Path(out))
+    with locked_output(
+        lock,
+        CheckpointError,
+        unwritable=f"the export folder {out} cannot be written, because {lock} cannot",
+        in_use=f"another process writes the export folder {out}",
+        other="another folder",
+    ):
         return _export(
             Path(checkpoint),
             Path(out),
@@ -98,30 +105,6 @@ def export(  # house: ok options of one command
             base=base,
             trust_remote_code=trust_remote_code,
         )
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Lock the folder of an export. Raises CheckpointError if another process has its lock."""
-    path = lock_of(target)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"the export folder {target} cannot be written, because {path} cannot: "
-            f"{error.strerror}; choose another one"
-        ) from error
-    if lock is None:
-        holder, stop, gone = holder_and_ways_out(path)
-        raise CheckpointError(
-            f"another process writes the export folder {target} (lock file {path}): {holder}; wait "
-            f"until it ends, {stop}, or choose another folder{gone}"
-        )
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _export(  # house: ok options of one command
@@ -384,7 +367,9 @@ def _config(source: Path, *, outputs: int | None, averaged: bool, trust: bool) -
     config.use_cache = True
     if outputs is not None:
         reset_head(config, outputs)
-        config.update(_export_metadata(source))
+        is_reward = source.name == "reward"
+        if is_reward and (source.parent / f"{EXPORT_METADATA}.json").is_file():
+            config.update(load_state(source.parent, EXPORT_METADATA))  # such as a step separator
         if not averaged:  # held-out rows were scored with the current weights
             config.update(_score_stats(source))
     return config
@@ -478,13 +463,6 @@ def _misfit(source: Path, shell: torch.nn.Module, reason: str) -> CheckpointErro
     )
 
 
-def _export_metadata(source: Path) -> dict[str, Any]:
-    """Return the metadata of the run's reward model (a process reward model's step separator)."""
-    if source.name != "reward" or not (source.parent / f"{EXPORT_METADATA}.json").is_file():
-        return {}
-    return load_state(source.parent, EXPORT_METADATA)
-
-
 def _score_stats(source: Path) -> dict[str, Any]:
     """Return mean and standard deviation of a reward model's scores on the run's held-out rows.
 
@@ -496,10 +474,18 @@ def _score_stats(source: Path) -> dict[str, Any]:
     session = load_state(source.parent, "session")
     last = session["last"]
     if session.get("evaluated_step") != session["step"]:
+        reason = f"held-out rows were not evaluated at step {session['step']} of the run"
+        remedy = (
+            "save at steps that are evaluated (checkpoint.every_n_steps a multiple of "
+            "eval.every_n_steps) or export the run's last checkpoint"
+        )
+        if session.get("evaluated_step", -1) < 0:
+            reason = "the run had not evaluated any held-out rows by then"
+            remedy = "train it with eval.data"
         log.warning(
             "this reward model is exported without mean and standard deviation of its scores: %s; "
             "its rewards cannot use normalize=true. To get them, %s",
-            *_without_stats(session),
+            *(reason, remedy),
         )
         return {}
     named = {"reward_mean": "eval/score_mean", "reward_std": "eval/score_std"}
@@ -512,17 +498,6 @@ def _score_stats(source: Path) -> dict[str, Any]:
             for way in ways
         }
     return stats
-
-
-def _without_stats(session: dict[str, Any]) -> tuple[str, str]:
-    """Return (why there are no statistics, what to do)."""
-    if session.get("evaluated_step", -1) < 0:
-        return "the run had not evaluated any held-out rows by then", "train it with eval.data"
-    return (
-        f"held-out rows were not evaluated at step {session['step']} of the run",
-        "save at steps that are evaluated (checkpoint.every_n_steps a multiple of "
-        "eval.every_n_steps) or export the run's last checkpoint",
-    )
 
 
 def _check_adapter(config: ModelConfig, role: str) -> None:

@@ -174,7 +174,9 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, Exception):
                 raise
-            failure = f"checkpoint {final} could not be written: {_described(error)}"
+            is_explained = isinstance(error, CheckpointError | OSError)
+            cause = str(error) if is_explained else f"{type(error).__name__}: {error}"
+            failure = f"checkpoint {final} could not be written: {cause}"
             consequence = "Its partial files are removed, older checkpoints are unchanged."
             if isinstance(error, _NOT_OF_DISK):
                 raise CheckpointError(
@@ -196,7 +198,24 @@ class CheckpointStore:
         ``resumable``: ignore checkpoints that were reduced to their weights. Logs a warning for
         each newer bad checkpoint, with its problem and the one used instead.
         """
-        return self._first_good(list(reversed(self.all())), resumable=resumable)
+        bad: list[tuple[Path, str]] = []
+        used: Path | None = None
+        for path in reversed(self.all()):
+            problems = verify(path)
+            if not problems and resumable and has_only_weights(path):
+                continue
+            if not problems:
+                used = path
+                break
+            bad.append((path, "; ".join(problems)))
+        for path, problem in bad:
+            logger.warning(
+                "checkpoint %s is not usable: %s. %s",
+                path,
+                problem,
+                f"Using {used} instead." if used else "There is no good checkpoint to use instead.",
+            )
+        return used
 
     def only_weights(self) -> list[Path]:
         """Return the good checkpoints that were reduced to their weights, oldest step first."""
@@ -215,26 +234,6 @@ class CheckpointStore:
         named = [(pattern.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return [(match, path) for match, path in named if match and path.is_dir()]
 
-    def _first_good(self, paths: Sequence[Path], *, resumable: bool) -> Path | None:
-        bad: list[tuple[Path, str]] = []
-        used: Path | None = None
-        for path in paths:
-            problems = verify(path)
-            if not problems and resumable and has_only_weights(path):
-                continue
-            if not problems:
-                used = path
-                break
-            bad.append((path, "; ".join(problems)))
-        for path, problem in bad:
-            logger.warning(
-                "checkpoint %s is not usable: %s. %s",
-                path,
-                problem,
-                f"Using {used} instead." if used else "There is no good checkpoint to use instead.",
-            )
-        return used
-
     def _prepare(self, final: Path, num_bytes: int | None) -> None:
         """Create the folder, remove leftovers of dead processes and check the free space."""
         try:
@@ -247,7 +246,8 @@ class CheckpointStore:
             ) from error
         existing = self.all()
         if num_bytes is None and existing:
-            num_bytes = math.ceil(1.1 * _folder_bytes(existing[-1]))
+            sizes = (path.stat().st_size for path in existing[-1].rglob("*") if path.is_file())
+            num_bytes = math.ceil(1.1 * sum(sizes))
         free = shutil.disk_usage(self.folder).free
         if num_bytes is not None and num_bytes > free:
             raise CheckpointError(
@@ -290,27 +290,28 @@ class CheckpointStore:
             self._discard(replaced)
 
     def _retire(self) -> None:
-        """Delete the checkpoints that retention does not keep. Failures are only logged, because
-        the new checkpoint is already complete."""
+        """Delete the checkpoints that retention does not keep, and reduce those that it keeps to
+        their weights if the store does so, except the newest. Failures are only logged, because the
+        new checkpoint is already complete."""
         paths = self._by_step()
-        entries = [_entry(step, path) for step, path in paths.items()]
+        entries = []
+        for step, path in paths.items():
+            # Only names and sizes: verifying checksums on every save would read all checkpoints.
+            good = not verify(path, checksums=False)
+            metric = read_manifest(path).extra.get("metric") if good else None
+            entries.append(Entry(step, metric, good=good))
         for step in to_delete(entries, keep_last=self.keep_last, best_mode=self.best_mode):
             try:
                 self._discard(paths[step])
             except OSError as error:
                 logger.warning("old checkpoint %s could not be deleted: %s", paths[step], error)
         if self.keep == "weights":
-            self._reduce()
-
-    def _reduce(self) -> None:
-        """Reduce every good checkpoint except the newest to its weights. Failures are only
-        logged."""
-        good = [path for path in self.all() if not verify(path, checksums=False)]
-        for path in good[:-1]:
-            try:
-                reduce_to_weights(path)
-            except (OSError, CheckpointError) as error:
-                logger.warning("old checkpoint %s could not be reduced: %s", path, error)
+            kept = [path for path in self.all() if not verify(path, checksums=False)]
+            for path in kept[:-1]:
+                try:
+                    reduce_to_weights(path)
+                except (OSError, CheckpointError) as error:
+                    logger.warning("old checkpoint %s could not be reduced: %s", path, error)
 
     def _discard(self, path: Path) -> None:
         """Rename to a hidden name, then delete, so that a partially deleted folder is never taken
@@ -318,20 +319,6 @@ class CheckpointStore:
         trash = self.folder / f".trash-{path.name.removeprefix('.')}-{uuid.uuid4().hex[:8]}"
         os.rename(path, trash)
         shutil.rmtree(trash, ignore_errors=True)  # the next save removes leftovers
-
-
-def _entry(step: int, path: Path) -> Entry:
-    """Return the retention entry of a checkpoint.
-
-    Only names and sizes are checked; verifying checksums on every save would read all checkpoints.
-    """
-    if verify(path, checksums=False):
-        return Entry(step, None, good=False)
-    return Entry(step, read_manifest(path).extra.get("metric"), good=True)
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _other_process_lives(pid: int) -> bool:
@@ -343,15 +330,9 @@ def _other_process_lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # of another user
         return True
     return True
-
-
-def _described(error: Exception) -> str:
-    """Return the text of an error, with its type if the text does not explain it."""
-    is_explained = isinstance(error, CheckpointError | OSError)
-    return str(error) if is_explained else f"{type(error).__name__}: {error}"
 
 
 def _free_space_text(folder: Path) -> str:

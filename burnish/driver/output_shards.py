@@ -166,7 +166,8 @@ class OutputShards:
                 create_new(scratch)
                 self._assemble(scratch, kind=output.suffix.lower())
                 if not output.exists():
-                    _flush(scratch)
+                    with scratch.open("rb") as file:
+                        os.fsync(file.fileno())
                     scratch.rename(output)
                 elif not filecmp.cmp(scratch, output, shallow=False):
                     raise RunError(
@@ -205,8 +206,3 @@ class OutputShards:
                 f"{path} could not be written ({error}). Completed steps are kept. Correct the "
                 f"cause and resume with: burnish {self.job} --resume {self.run_dir}"
             ) from error
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

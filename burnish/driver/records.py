@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from burnish.observe.timeline import Timeline
 from burnish.rollout.runner import Rollout
 from burnish.rollout.sample_state import samples_from_plain, samples_to_plain
 from burnish.rollout.source import RolloutSource
-from burnish.types import Group, Prompt, Stats, TokenRow
+from burnish.types import Group, Prompt, Stats
 
 ROLLOUTS_DIR = "rollouts"
 GROUPS_FILE = "groups.jsonl"
@@ -209,60 +209,38 @@ def log_groups(run_dir: Path, step: int, rollout: Rollout) -> None:
     steps. ``lost`` maps those of the groups that were lost since the step before to ``filtered`` or
     ``failed``.
     """
-    ids = [group.prompt.id for group in rollout.groups]
-    trained = dict(zip(ids, _group_ages(rollout), strict=True))
+    assert rollout.ages is not None
+    trained: dict[str, int] = {}
+    for group in rollout.groups:
+        ages = [0]  # of the tokens that the policy sampled; that of a group is the oldest
+        for row in (row for sample in group.samples for row in sample.rows):
+            versions = np.unique(np.asarray(row.versions)[np.asarray(row.action_mask)])
+            ages += [rollout.ages[version] for version in versions.tolist()]
+        trained[group.prompt.id] = max(ages)
     line = {"step": step, "trained": trained, "lost": dict(rollout.lost)}
     with (run_dir / GROUPS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
-def _group_ages(rollout: Rollout) -> list[int]:
-    """Return the age of each group, that of its oldest sampled token, in RL steps."""
-    assert rollout.ages is not None
-    return [
-        max(
-            (
-                rollout.ages[version]
-                for sample in group.samples
-                for row in sample.rows
-                for version in _sampled_by(row)
-            ),
-            default=0,
-        )
-        for group in rollout.groups
-    ]
-
-
-def _sampled_by(row: TokenRow) -> list[int]:
-    """Return the versions that sampled the action tokens of a row."""
-    versions: list[int] = np.unique(np.asarray(row.versions)[np.asarray(row.action_mask)]).tolist()
-    return versions
-
-
 def read_group_log(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of ``groups.jsonl``, without a last line that a kill has truncated. Empty if
     the run has none. Raises RunError for another line that is invalid."""
-    return list(_complete_lines(run_dir / GROUPS_FILE))
-
-
-def _complete_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-            yield _entry(path, line)
-
-
-def _entry(path: Path, line: str) -> dict[str, Any]:
-    """Return a line of the log. Raises RunError."""
-    try:
-        entry = json.loads(line)
-        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-            raise TypeError("it is not a JSON object with an integer 'step'")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RunError(
-            f"{path} has an invalid line, {line:.80!r} ({error}); remove that line, or move the "
-            "file away"
-        ) from error
-    return entry
+    path = run_dir / GROUPS_FILE
+    if not path.is_file():
+        return []
+    entries = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+                raise TypeError("it is not a JSON object with an integer 'step'")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RunError(
+                f"{path} has an invalid line, {line:.80!r} ({error}); remove that line, or move "
+                "the file away"
+            ) from error
+        entries.append(entry)
+    return entries
 
 
 # ---- resuming ------------------------------------------------------------------------------------

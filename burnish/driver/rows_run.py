@@ -144,7 +144,10 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
     if "finished" not in state:
         return None
     written, totals = state.get("output"), state["finished"]
-    if not isinstance(written, str) or not _are_numbers(totals):
+    are_numbers = isinstance(totals, dict) and all(
+        isinstance(total, int | float) for total in totals.values()
+    )
+    if not isinstance(written, str) or not are_numbers:
         raise RunError(
             f"{parts.state_file} does not contain the output and the totals of a finished run; "
             "start a new run"
@@ -162,10 +165,6 @@ def finished(config: RowsJob, run_dir: Path) -> Metrics | None:
         )
     parts.remove()  # left by a run killed before it removed them
     return _as_metrics(totals)
-
-
-def _are_numbers(totals: Any) -> bool:
-    return isinstance(totals, dict) and all(isinstance(x, int | float) for x in totals.values())
 
 
 def check_same_recipe(config: RowsJob, run_dir: Path) -> None:
@@ -221,15 +220,12 @@ class RowsRun(Driver[RowsLoop]):
         self.metrics.start_trackers()
         self.loop.warn()
         with self.measured_memory():
-            self._do_missing_steps()
+            with self.signals, rare_garbage_collection():
+                for step in range(len(self.files.done) + 1, self.loop.total_steps + 1):
+                    if self.signals.asked is not None:
+                        raise Interrupted(self.run_dir, self.signals.asked)
+                    self._one_step(step)
             return self._last | self._finish()
-
-    def _do_missing_steps(self) -> None:
-        with self.signals, rare_garbage_collection():
-            for step in range(len(self.files.done) + 1, self.loop.total_steps + 1):
-                if self.signals.asked is not None:
-                    raise Interrupted(self.run_dir, self.signals.asked)
-                self._one_step(step)
 
     def _check_prompts(self) -> dict[str, Any]:
         """Return the state that identifies the run's input and weights. Raises RunError if the run

@@ -7,8 +7,8 @@ import getpass
 import os
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,12 +16,10 @@ from pathlib import Path
 from burnish.config.base import LOCK_FILE
 from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
-from burnish.driver.code_digests import CODE_FILE
-from burnish.driver.data_digests import DIGESTS_FILE
+from burnish.driver.digests import CODE_FILE, DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import OOM_FILE
-from burnish.driver.run_lock import in_use, lock_run_dir
-from burnish.file_lock import WAIT_S, FileLock
+from burnish.file_lock import WAIT_S, FileLock, holder_and_ways_out, lock_file, locked_output
 from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe
@@ -94,7 +92,16 @@ def _lock_new(config: JobConfig, run_dir: Path, *, wait_s: float) -> FileLock | 
     """Create and lock a folder. Return the error if another run has it, or if it is not empty."""
     if run_dir.is_dir() and not (run_dir / LOCK_FILE).exists() and _holds_something(run_dir):
         return _not_empty(config, run_dir)
-    _create(run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunError(f"the run folder {run_dir} is a file; choose another path with run_dir=...")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"the run folder {run_dir} cannot be created: {error.strerror}; choose another one "
+            "with run_dir=..."
+        ) from error
+    _check_writable(run_dir)
     lock = lock_run_dir(run_dir, wait_s=wait_s)
     if lock is None:
         return in_use(run_dir, resumed=False)
@@ -111,19 +118,6 @@ def _not_empty(config: JobConfig, run_dir: Path) -> RunError:
         f"the run folder {run_dir} is not empty; {or_resume}choose another folder with "
         "run_dir=... ({time} in it is replaced by the current time)"
     )
-
-
-def _create(run_dir: Path) -> None:
-    if run_dir.exists() and not run_dir.is_dir():
-        raise RunError(f"the run folder {run_dir} is a file; choose another path with run_dir=...")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"the run folder {run_dir} cannot be created: {error.strerror}; choose another one "
-            "with run_dir=..."
-        ) from error
-    _check_writable(run_dir)
 
 
 def date_of(run_dir: Path, *, resumed: bool) -> datetime:
@@ -182,3 +176,47 @@ def _holds_something(folder: Path) -> bool:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", REPLAY_FILE}
         left |= {MEMORY_FILE, MEMORY_JSON, TENSORBOARD_DIR, WANDB_DIR, STATE_FILE}
     return bool(names - left)
+
+
+def lock_run_dir(run_dir: Path, *, wait_s: float) -> FileLock | None:
+    """Return the lock on a folder; None if another run still has it after ``wait_s``.
+
+    Raises RunError if its file cannot be written.
+    """
+    try:
+        return lock_file(run_dir / LOCK_FILE, wait_s=wait_s)
+    except OSError as error:
+        raise RunError(
+            f"the run folder {run_dir} cannot be locked by its file {LOCK_FILE}: {error.strerror}; "
+            "correct this, or choose another folder with run_dir=..."
+        ) from error
+
+
+def in_use(run_dir: Path, *, resumed: bool) -> RunError:
+    """Return the error for a folder whose lock another run has."""
+    holder, stop, gone = holder_and_ways_out(run_dir / LOCK_FILE)
+    other = ", then resume" if resumed else ", or choose another folder with run_dir=..."
+    return RunError(
+        f"the run folder {run_dir} is in use by a run: {holder}; wait until it ends, or {stop}"
+        f"{other}{gone}"
+    )
+
+
+@contextmanager
+def locked_outputs(locks: Mapping[str, Path]) -> Iterator[None]:
+    """Lock what a run writes outside of its folder until the end of the block. ``locks``: the lock
+    files by the keys of the recipe. The folders that contain them are created.
+
+    Raises RunError if another process has a lock, or if a file cannot be written.
+    """
+    with ExitStack() as held:
+        for key, path in locks.items():
+            lock = locked_output(
+                path,
+                RunError,
+                unwritable=f"{key}: {path} cannot be written",
+                in_use=f"{key}: another run writes there",
+                other=f"another path with {key}=...",
+            )
+            held.enter_context(lock)
+        yield

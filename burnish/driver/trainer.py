@@ -21,11 +21,11 @@ from burnish.config.job import TrainingJob
 from burnish.data.sources import DataError
 from burnish.driver.base import Driver, Loop, Metrics, StopSignals, rare_garbage_collection
 from burnish.driver.checkpointing import Checkpointing, PreStepState, RunPosition
+from burnish.driver.digests import weights_record
 from burnish.driver.early_stopping import StopCounters
 from burnish.driver.errors import Interrupted, RunError, StoppedError
 from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.driver.records import drop_records_after
-from burnish.driver.weight_digests import weights_record
 from burnish.observe.files import write_text
 from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
@@ -136,7 +136,11 @@ class Trainer(Driver[Loop]):
     def _step(self, loop: Loop) -> None:
         """Run one step, record it, and save if a checkpoint is due."""
         self.checkpoints.poll()
-        self._stop_if_asked(loop)
+        asked = self._signals.asked
+        if self.ranks.any(asked is not None):  # a signal may reach only some of the ranks
+            numbers = [number for number in self.ranks.gather(asked) if number is not None]
+            self._save_now(loop)
+            raise Interrupted(self.run_dir, numbers[0])
         before = PreStepState.of(loop.state)
         started, number = time.perf_counter(), self.position.step + 1
         try:
@@ -349,13 +353,6 @@ class Trainer(Driver[Loop]):
             more = "; try a lower learning rate, or check the data and rewards"
             self._stop(loop, StoppedError(why + more, last))
         log.warning(why)
-
-    def _stop_if_asked(self, loop: Loop) -> None:
-        asked = self._signals.asked
-        if self.ranks.any(asked is not None):  # a signal may reach only some of the ranks
-            numbers = [number for number in self.ranks.gather(asked) if number is not None]
-            self._save_now(loop)
-            raise Interrupted(self.run_dir, numbers[0])
 
     # ---- messages ----------------------------------------------------------------------------
 

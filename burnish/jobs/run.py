@@ -17,13 +17,10 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.config.registry import REGISTRY
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.driver.base import Job, seed_everything
-from burnish.driver.code_digests import record_user_code
-from burnish.driver.data_digests import check_same_rows
+from burnish.driver.digests import check_same_rows, check_weights_of_run, record_user_code
 from burnish.driver.errors import RunError, StoppedError
 from burnish.driver.memory_monitor import MemoryMonitor
-from burnish.driver.run_dir import date_of, locked_run_dir
-from burnish.driver.run_lock import locked_outputs
-from burnish.driver.weight_digests import check_weights_of_run
+from burnish.driver.run_dir import date_of, locked_outputs, locked_run_dir
 from burnish.models.load import load_tokenizer
 from burnish.observe.progress import keeping_early_records
 from burnish.observe.timeline import Timeline

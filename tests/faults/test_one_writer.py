@@ -18,7 +18,7 @@ import burnish
 from burnish.checkpoint import CheckpointError
 from burnish.config import JobConfig, load_config
 from burnish.driver.errors import RunError
-from burnish.driver.run_lock import locked_outputs
+from burnish.driver.run_dir import locked_outputs
 from burnish.observe.errors import RemovedError
 from burnish.observe.metrics import read_metrics
 

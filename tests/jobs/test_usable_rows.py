@@ -12,7 +12,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, load_config
 from burnish.data.encoded import EncodedStream
-from burnish.driver.data_digests import DIGESTS_FILE
+from burnish.driver.digests import DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.observe.metrics import read_metrics
 

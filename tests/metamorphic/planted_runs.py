@@ -8,7 +8,7 @@ import pytest
 
 import burnish.config.inference as inference
 import burnish.config.job as job
-import burnish.driver.code_digests as code_digests
+import burnish.driver.digests as digests
 from burnish.data.stream import IndexStream
 from burnish.rewards.reward_set import RewardSet
 
@@ -27,7 +27,7 @@ def each_spelling_has_a_lock(patch: Patch) -> None:
 
 def sizes_are_compared(patch: Patch) -> None:
     """Code is compared by its size in thousands of characters."""
-    patch.setattr(code_digests, "_digest", lambda path: str(path.stat().st_size // 1000))
+    patch.setattr(digests, "_file_digest", lambda path: str(path.stat().st_size // 1000))
 
 
 def totals_decide(patch: Patch) -> None:

@@ -16,9 +16,9 @@ from burnish.config.rollout import DynamicSampling
 from burnish.config.sources import FileSource
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptStream
-from burnish.driver.code_digests import record_user_code
+from burnish.driver.digests import record_user_code
 from burnish.driver.errors import RunError
-from burnish.driver.run_lock import locked_outputs
+from burnish.driver.run_dir import locked_outputs
 from burnish.models.load import load_tokenizer
 from burnish.rewards.episode.reward import EpisodeReward
 from burnish.rewards.reward_set import RewardSet

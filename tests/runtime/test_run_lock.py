@@ -14,7 +14,7 @@ import pytest
 
 from burnish.config.base import LOCK_FILE
 from burnish.driver.errors import RunError
-from burnish.driver.run_lock import in_use, lock_run_dir
+from burnish.driver.run_dir import in_use, lock_run_dir
 from burnish.file_lock import FileLock
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from burnish.config.eval_section import with_sets
 from burnish.config.job import SupervisedJob
-from burnish.config.roles import DistillTarget, SectionLimits, TrainRole
+from burnish.config.roles import DistillTeacher, SectionLimits, TrainRole
 from burnish.config.sft import SFTEval
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
 from burnish.data.demonstrations.config import SFTDataConfig
@@ -57,7 +57,7 @@ class DistillConfig(SupervisedJob):
     def roles(self) -> tuple[TrainRole, ...]:
         precision = self.teacher.precision_or(self.precision)
         model = self.teacher.model
-        target = DistillTarget(model, precision.dtype, self.loss.kind)
+        target = DistillTeacher(model, precision.dtype, self.loss.kind)
         student = replace(self.trained_role("policy"), distillation=target)
         teacher = student.derived_role("teacher", model, self.cluster, trainable=False)
         return student, replace(teacher, precision=precision, passes=("states",))

@@ -116,7 +116,7 @@ class RoleSpec:
 
 
 @dataclass(frozen=True)
-class DistillTarget:
+class DistillTeacher:
     """Teacher whose distribution a student's engine computes."""
 
     model: ModelConfig
@@ -160,7 +160,7 @@ class TrainRole(RoleSpec):
     precomputed_reference: bool = False
     """True if the log-probs of the reference model, which the role or the base of its adapters is,
     are computed once for all rows, before the first step."""
-    distillation: DistillTarget | None = None
+    distillation: DistillTeacher | None = None
     """Teacher of a student. None: no teacher in the training pass."""
     ptx: PtxConfig | None = None
     """Pre-training rows mixed into the updates of the policy."""

@@ -100,7 +100,12 @@ def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
     action token lacks them, although another one has them."""
     if not any(row.kept_ids for row in rows):
         return None
-    kept_of_rows = [_kept_of(row) for row in rows]
+    kept_of_rows = []
+    for row in rows:
+        kept = IntLists(row.kept_ids)
+        counts_of_row = kept.counts if kept else repeat(0, len(row.response_ids))
+        of_prompt = repeat(0, len(row.prompt_ids))  # its tokens have none
+        kept_of_rows.append(IntLists.split(kept.flat, chain(of_prompt, counts_of_row)))
     counts = torch.from_numpy(np.concatenate([lists.counts for lists in kept_of_rows]))
     if bool((batch.action_mask & (counts == 0)).any()):
         raise ValueError(
@@ -114,13 +119,6 @@ def _kept_ids(rows: Sequence[TokenRow | Sample], batch: Batch) -> Tensor | None:
         concatenated([lists.flat for lists in kept_of_rows], np.int32)
     )
     return placed
-
-
-def _kept_of(row: TokenRow | Sample) -> IntLists:
-    """Return the kept ids of each token of a row; those of the prompt have none."""
-    kept_ids = IntLists(row.kept_ids)
-    counts = kept_ids.counts if kept_ids else repeat(0, len(row.response_ids))
-    return IntLists.split(kept_ids.flat, chain(repeat(0, len(row.prompt_ids)), counts))
 
 
 def _with_ages(

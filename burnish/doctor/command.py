@@ -57,8 +57,10 @@ def diagnose(
     facts = gather_facts()
     outcomes = []
     for name in names(facts) if self_test else ():
-        outcomes.append(run(name))
-        say(_outcome_line(outcomes[-1]))
+        outcome = run(name)
+        outcomes.append(outcome)
+        verdict = "pass" if outcome.passed else "FAIL"
+        say(f"{verdict}  {name} ({outcome.seconds:.0f} s): {outcome.text}")
     return Diagnosis(version, facts, tuple(findings(facts)), tuple(outcomes))
 
 
@@ -92,9 +94,14 @@ def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> in
     """
     result = find_support(ModelConfig(path=path), sampled=True, download=True)
     if result is None:
+        reason = "it cannot be read without the model's weights or code"
+        try:
+            AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            reason = library_text(error)
         raise ModelError(
-            f"the config of {path} could not be read ({_why_no_config(path)}); give a folder with "
-            "a config.json, or a hub name"
+            f"the config of {path} could not be read ({reason}); give a folder with a config.json, "
+            "or a hub name"
         )
     support, decoding = result
     if as_json:
@@ -109,14 +116,6 @@ def model_command(path: str, *, as_json: bool, say: Callable[[str], None]) -> in
         limit_text = "not limited by its config" if limit is None else f"up to {limit} tokens"
         say(f"rows: {limit_text}")
     return EXIT_UNHEALTHY if support.refusal else EXIT_HEALTHY
-
-
-def _why_no_config(path: str) -> str:
-    try:
-        AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        return library_text(error)
-    return "it cannot be read without the model's weights or code"
 
 
 def as_text(version: str, *, self_test: bool, say: Callable[[str], None]) -> Diagnosis:
@@ -189,13 +188,6 @@ def finding_lines(problems: Sequence[Finding]) -> Iterator[str]:
         yield f"{finding.level}: {finding.text}{source}"
     if not problems:
         yield "no known problems with this combination"
-
-
-def _outcome_line(outcome: Outcome) -> str:
-    return (
-        f"{'pass' if outcome.passed else 'FAIL'}  {outcome.name} ({outcome.seconds:.0f} s): "
-        f"{outcome.text}"
-    )
 
 
 def _gb(count: int) -> str:

@@ -10,7 +10,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -119,19 +119,22 @@ def gather_facts() -> Facts:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shm = Path("/dev/shm")
     watched = ("CUDA_", "DS_", "NCCL_", "OMP_", "PYTORCH_", "RAY_", "VLLM_")
+    has_nccl = torch.version.cuda is not None and torch.distributed.is_nccl_available()
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = [torch.cuda.get_device_properties(i) for i in range(num_gpus)]
     return Facts(
         versions=_versions(),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
-        cpus=_usable_cpus(),
+        cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         cpu=_cpu_name(),
         memory_bytes=memory,
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
         disk_bytes=shutil.disk_usage(Path.cwd()).free,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=_gpus(),
+        gpus=tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties),
         cuda_build=torch.version.cuda,
-        nccl=_nccl(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         driver_present=shutil.which("nvidia-smi") is not None or DRIVER_FILE.is_file(),
         driver=driver_version(DRIVER_FILE),
         links=find_links(),
@@ -163,12 +166,6 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _usable_cpus() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _cpu_name() -> str:
     path = Path("/proc/cpuinfo")
     if path.is_file():
@@ -178,13 +175,6 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties)
-
-
 def driver_version(path: Path) -> str | None:
     """Return the version of the driver's kernel module from ``path``; None if unknown."""
     if not path.is_file():
@@ -192,12 +182,6 @@ def driver_version(path: Path) -> str | None:
     text = path.read_text(errors="replace")
     match = re.search(r"Kernel Module(?: for \w+)?\s+(\d+(?:\.\d+)+)", text)
     return match[1] if match else None
-
-
-def _nccl() -> str | None:
-    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def requirements() -> dict[str, list[Requirement]]:
@@ -215,28 +199,21 @@ def requirements() -> dict[str, list[Requirement]]:
 
 
 def find_links(system: Path = SYSTEM) -> Links:
+    """Return the links of this machine: its active network adapters, and its pairs of GPUs."""
+    adapters = []
+    for port in sorted(system.glob("infiniband/*/ports/*")):
+        if "ACTIVE" in _read(port / "state"):
+            rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
+            name = f"{port.parts[-3]} port {port.name} (RDMA, {_read(port / 'link_layer')})"
+            adapters.append(f"{name}: {_gbs(float(rate[1]) * 1000) if rate else 'rate unknown'}")
+    for adapter in sorted(system.glob("net/*")):  # (bridges and loopback have no device)
+        if (adapter / "device").exists() and _read(adapter / "operstate") == "up":
+            speed = _read(adapter / "speed")
+            known = speed.isdecimal() and int(speed) > 0
+            adapters.append(f"{adapter.name}: {_gbs(float(speed)) if known else 'rate unknown'}")
     pairs = list(combinations(range(torch.cuda.device_count()), 2))
     direct = [torch.cuda.can_device_access_peer(first, second) for first, second in pairs]
-    return Links((*_infiniband(system), *_ethernet(system)), len(pairs), sum(direct))
-
-
-def _infiniband(system: Path) -> Iterator[str]:
-    for port in sorted(system.glob("infiniband/*/ports/*")):
-        if "ACTIVE" not in _read(port / "state"):
-            continue
-        rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
-        name = f"{port.parts[-3]} port {port.name} (RDMA, {_read(port / 'link_layer')})"
-        yield f"{name}: {_gbs(float(rate[1]) * 1000) if rate else 'rate unknown'}"
-
-
-def _ethernet(system: Path) -> Iterator[str]:
-    """Yield active adapters with a physical or virtual device; bridges and loopback have none."""
-    for adapter in sorted(system.glob("net/*")):
-        if not (adapter / "device").exists() or _read(adapter / "operstate") != "up":
-            continue
-        speed = _read(adapter / "speed")
-        known = speed.isdecimal() and int(speed) > 0
-        yield f"{adapter.name}: {_gbs(float(speed)) if known else 'rate unknown'}"
+    return Links(tuple(adapters), len(pairs), sum(direct))
 
 
 def _read(path: Path) -> str:

@@ -89,7 +89,7 @@ class Evaluator:
         count, prefix = self.runner.num_samples, eval_prefix(name)
         samples, total = [s for group in groups for s in group.samples], count * len(prompts)
         metrics = {
-            f"{prefix}pass@{k}": _mean([pass_at_k(count, c, k) for c in passed])
+            f"{prefix}pass@{k}": sum(pass_at_k(count, c, k) for c in passed) / len(passed)
             for k in sorted({1, *self.config.pass_k})
         }
         names = dict.fromkeys(name for sample in samples for name in sample.reward_parts)
@@ -133,10 +133,6 @@ class Evaluator:
 
 
 _ALL = 1 << 30
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
 
 
 def _mean_of_all(scores: Sequence[float], total: int) -> float:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import RLConfig
-from burnish.config.algorithm import KlConfig
-from burnish.config.model import PrecisionConfig
 from burnish.config.off_policy import records_sampling_mask
 from burnish.config.train import CriticConfig
 from burnish.data.batches import BatchStream
@@ -23,7 +20,6 @@ from burnish.driver.records import Recorder
 from burnish.driver.trainer import Trainer
 from burnish.episodes.runner import EpisodePool
 from burnish.jobs.build import (
-    WeightedRewards,
     engine_specs,
     log_disabled_noise,
     reward_set,
@@ -98,7 +94,16 @@ class RLLoop:
         metrics = rl_step(self.run, number)
         if not self._gap_logged and "train/mismatch_abs" in metrics:
             self._gap_logged = True
-            _log_gap(self.run.config.precision, number, metrics)
+            precision = self.run.config.precision
+            log.warning(
+                "precision.rollout_dtype: at step %d, log-probs of the trainer (%s) and of the "
+                "rollout engine (%s) differ by %.2g nats per token on average and by at most %.2g; "
+                "k3 KL %.2g",
+                *(number, precision.dtype, precision.sampler_dtype),
+                metrics["train/mismatch_abs"],
+                metrics["train/mismatch_max"],
+                metrics["train/mismatch_k3"],
+            )
         return metrics
 
     def evaluate(self, number: int) -> Metrics:
@@ -112,19 +117,6 @@ class RLLoop:
         """Close the source with its rewards and its rollout engine."""
         self.run.signal.log_total()
         self.run.source.close()
-
-
-def _log_gap(precision: PrecisionConfig, step: int, metrics: Mapping[str, float]) -> None:
-    log.warning(
-        "precision.rollout_dtype: at step %d, log-probs of the trainer (%s) and of the rollout "
-        "engine (%s) differ by %.2g nats per token on average and by at most %.2g; k3 KL %.2g",
-        step,
-        precision.dtype,
-        precision.sampler_dtype,
-        metrics["train/mismatch_abs"],
-        metrics["train/mismatch_max"],
-        metrics["train/mismatch_k3"],
-    )
 
 
 def build_rl(
@@ -163,12 +155,17 @@ def _build(
     policy = make_policy(config, runtime)
     longest = max(data.prompt_max_len + new_tokens, longest_row(config.eval, new_tokens))
     rollout = runtime.rollout(policy, config.rollout.engine, max_len=longest)
+    running = {
+        reward.name: entry.running_norm
+        for entry, (reward, _) in zip(config.rewards, scores, strict=True)
+        if entry.running_norm is not None
+    }
     rewards = reward_set(
         scores,
         on_failure=config.on_reward_failure,
         max_len=new_tokens,
         shaping=config.shaping,
-        running=_running(config, scores),
+        running=running,
     )
     warn_without_labels(
         [prompt for held_out_set in held_out.values() for prompt in held_out_set], rewards
@@ -211,15 +208,28 @@ def make_rl(
 ) -> RL:
     """Return the components of a run, with the models that its policy is trained with."""
     specs, limit = _specs(config), config.observe.samples_per_step
-    kl = _kl_controller(config.algorithm.kl)
+    init, adaptive = config.algorithm.kl.init_kl_coef, config.algorithm.kl.adaptive
+    kl: KlController = FixedKl(init)
+    if adaptive is not None:
+        kl = AdaptiveKl(init, target=adaptive.target, horizon=adaptive.horizon)
+    objective = policy_objective(
+        config.algorithm,
+        max_len=config.row_lengths.rest,
+        kl_coef=lambda: kl.coef,
+        max_staleness=config.rollout.max_staleness,
+    )
     critic, value_loss = _critic(config, specs.get("critic"), runtime)
-    reference = _reference(config, specs.get("reference"), runtime, policy)
+    reference: HasLogprobs | None = None
+    if (spec := specs.get("reference")) is not None:
+        reference = runtime.language_model(spec, {"logprobs": "reference", "mix": "reference"})
+    elif config.holds_reference:
+        reference = FrozenBase(policy)
     teacher = specs.get("teacher")
     return RL(
         config=config,
         source=source,
         policy=policy,
-        policy_loss=_policy_loss(config, kl),
+        policy_loss=with_expert_balance(objective, config.train.moe_aux_loss_coef),
         kl=kl,
         keep_samples=lambda step, groups, advantages: write_samples(
             run_dir, step, groups, advantages, limit=limit, split="train"
@@ -300,16 +310,6 @@ def _group_filter(config: RLConfig) -> GroupFilter | None:
     return None if dynamic is None else GroupFilter(dynamic, each_reward=each)
 
 
-def _policy_loss(config: RLConfig, kl: KlController) -> Loss:
-    objective = policy_objective(
-        config.algorithm,
-        max_len=config.row_lengths.rest,
-        kl_coef=lambda: kl.coef,
-        max_staleness=config.rollout.max_staleness,
-    )
-    return with_expert_balance(objective, config.train.moe_aux_loss_coef)
-
-
 def _critic(
     config: RLConfig, spec: EngineSpec | None, runtime: Runtime
 ) -> tuple[TrainEngine | None, Loss | None]:
@@ -320,11 +320,6 @@ def _critic(
         log_disabled_noise(critic_config.model, "critic")
     critic = runtime.scalar_model(spec, seed=config.seed)
     return critic, value_objective(value_clip=critic_config.value_clip)
-
-
-def _running(config: RLConfig, scores: WeightedRewards) -> dict[str, Literal["mean_std", "std"]]:
-    pairs = zip(config.rewards, scores, strict=True)
-    return {reward.name: e.running_norm for e, (reward, _) in pairs if e.running_norm is not None}
 
 
 def make_ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
@@ -349,21 +344,6 @@ def _specs(config: RLConfig) -> dict[str, EngineSpec]:
     )
     policy_updates = (config.num_steps - frozen) * updates
     return specs | {"policy": replace(specs["policy"], total_steps=policy_updates)}
-
-
-def _reference(
-    config: RLConfig, spec: EngineSpec | None, runtime: Runtime, policy: TrainEngine
-) -> HasLogprobs | None:
-    if spec is not None:
-        return runtime.language_model(spec, {"logprobs": "reference", "mix": "reference"})
-    return FrozenBase(policy) if config.holds_reference else None
-
-
-def _kl_controller(config: KlConfig) -> KlController:
-    adaptive = config.adaptive
-    if adaptive is None:
-        return FixedKl(config.init_kl_coef)
-    return AdaptiveKl(config.init_kl_coef, target=adaptive.target, horizon=adaptive.horizon)
 
 
 class RLJob(Job[RLConfig, Loop]):

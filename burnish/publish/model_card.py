@@ -159,7 +159,17 @@ def _sources(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _metrics_section(lines: Lines) -> str:
-    names = _learning_metrics(lines)
+    measured = sorted({n for line in lines for n, v in line.items() if _is_number(v)})
+    names = list(  # in the order of the report
+        dict.fromkeys(
+            name
+            for chart in CHARTS
+            if chart.section == LEARNING
+            for pattern in chart.names
+            for name in measured
+            if fnmatchcase(name, pattern)
+        )
+    )
     if not names:
         return "## Metrics\n\nThis checkpoint has no recorded learning metrics."
     rows = ["| metric | final | step | best | step |", "| --- | --- | --- | --- | --- |"]
@@ -173,17 +183,6 @@ def _metrics_section(lines: Lines) -> str:
         best = (max if direction == "max" else min)(points, key=lambda point: point[1])
         rows.append(f"{row} {best[1]:.4g} | {best[0]} |")
     return "## Metrics\n\n" + "\n".join(rows) + "\n\n" + _curve(lines, names[:MAX_CURVES])
-
-
-def _learning_metrics(lines: Lines) -> list[str]:
-    """Return the names of the finite learning metrics, in the order of the report."""
-    measured = sorted({n for line in lines for n, v in line.items() if _is_number(v)})
-    names: dict[str, None] = {}
-    for chart in CHARTS:
-        if chart.section == LEARNING:
-            for pattern in chart.names:
-                names |= dict.fromkeys(n for n in measured if fnmatchcase(n, pattern))
-    return list(names)
 
 
 def _points(lines: Lines, name: str) -> list[tuple[int, float]]:
@@ -240,16 +239,14 @@ def _without_folders(node: Any) -> Any:
 
 
 def _versions_section() -> str:
-    rows = [(name, _version(name)) for name in ("burnish", "torch", "transformers", "safetensors")]
-    table = "\n".join(f"| {name} | {number} |" for name, number in rows)
-    return f"## Versions\n\nThose of the export:\n\n| package | version |\n| --- | --- |\n{table}"
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "from source, not installed"
+    rows = ["| package | version |", "| --- | --- |"]
+    for name in ("burnish", "torch", "transformers", "safetensors"):
+        try:
+            number = version(name)
+        except PackageNotFoundError:
+            number = "from source, not installed"
+        rows.append(f"| {name} | {number} |")
+    return "## Versions\n\nThose of the export:\n\n" + "\n".join(rows)
 
 
 def _below(node: Any, *keys: str) -> Any:

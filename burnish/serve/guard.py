@@ -103,17 +103,17 @@ class RequestGuard:
             return HTTPException(
                 431, f"the headers have more than {self.limits.max_header_bytes} bytes"
             )
-        problem = self._wrong_host(scope)
-        return None if problem is None else HTTPException(421, problem)
-
-    def _wrong_host(self, scope: Scope) -> str | None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         name = _host_name(hosts[0]) if len(hosts) == 1 else ""
-        if name in self._names or name.endswith(".localhost") or _is_address(name):
+        if name in self._names or name.endswith(".localhost"):
             return None
-        return (
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
+            return None
+        return HTTPException(
+            421,
             f"the Host header {', '.join(hosts)[:100]!r} is not a name of this server; use its "
-            "address, or start it with --allowed-host NAME"
+            "address, or start it with --allowed-host NAME",
         )
 
     def check_token(self, request: Request) -> None:
@@ -287,13 +287,6 @@ def _host_name(header: str) -> str:
     return header.partition(":")[0].lower().rstrip(".")
 
 
-def _is_address(text: str) -> bool:
-    with suppress(ValueError):
-        ipaddress.ip_address(text)
-        return True
-    return False
-
-
 # ---- socket and server -------------------------------------------------------------------------
 
 
@@ -402,7 +395,9 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers of the connection."""
-        self._stop_timers()
+        self._stop_timer()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -432,18 +427,15 @@ class GuardedProtocol(H11Protocol):
     def _body_is_open(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY
 
-    @property
-    def _has_begun(self) -> bool:
-        """Return whether a request is incomplete. A new connection counts as such."""
-        return self._new or self._body_is_open or bool(self.conn.trailing_data[0])
-
     def _watch(self) -> None:
         """Start the timeout if a request has begun but is incomplete; otherwise stop it.
 
         Between two requests, uvicorn's own keep-alive timeout applies.
         """
         self._new = self._new and self.cycle is None
-        if self.transport.is_closing() or not (self.is_idle and self._has_begun):
+        # A new connection counts as a request that is incomplete.
+        has_begun = self._new or self._body_is_open or bool(self.conn.trailing_data[0])
+        if self.transport.is_closing() or not (self.is_idle and has_begun):
             self._stop_timer()
         elif self._deadline is None:
             limit = self.limits.header_timeout_s
@@ -453,11 +445,6 @@ class GuardedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _stop_timers(self) -> None:
-        self._stop_timer()
-        if self._write_deadline is not None:
-            self._write_deadline.cancel()
 
     def _make_room(self) -> bool:
         """Return whether the connection may stay, after closing idle ones if necessary."""

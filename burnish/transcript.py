@@ -77,6 +77,8 @@ class Turn:
     prompt: tuple[Mapping[str, Any], ...] | None = None
     """All messages of a call that does not continue the turn before it: an agent edited the
     conversation, or began another one. None: the turn before it with its answer, or the start."""
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    """Tools of such a call. None: those of the turn before it, or of the episode."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards that the environment gave for this turn."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Turn:
     """Seconds of parsing and of the environment's step."""
 
     def __post_init__(self) -> None:
-        _detach(self, "message", "answer", "prompt", "rewards", "counts")
+        _detach(self, "message", "answer", "prompt", "tools", "rewards", "counts")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Episode:
     start: tuple[Mapping[str, Any], ...]
     """First messages, from the environment's ``reset``."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools of the first turn, and of all turns without tools of their own."""
     turns: tuple[Turn, ...] = ()
     seconds: float = 0.0
     """Duration of the episode."""
@@ -134,3 +137,8 @@ class Episode:
             messages += [turn.message, *turn.answer]
         prompt = self.turns[number].prompt
         return messages if prompt is None else list(prompt)
+
+    def tools_of(self, number: int) -> tuple[Mapping[str, Any], ...]:
+        """Return the tools that the policy saw in turn ``number``."""
+        seen = (turn.tools for turn in reversed(self.turns[: number + 1]))
+        return next((tools for tools in seen if tools is not None), self.tools)

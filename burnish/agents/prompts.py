@@ -181,7 +181,8 @@ class Prompt:
 
     ids: Ids
     messages: tuple[Message, ...]
-    """The conversation. Prompts without a chat template are messages of a user."""
+    """The conversation as the policy reads it: answers of recorded calls as they were sampled, not
+    as the client sent them. Prompts without a chat template are messages of a user."""
     parent: Recorded | None = None
     """The call whose conversation this one continues."""
     num_known: int = 0
@@ -268,7 +269,8 @@ class Prompts:
             max_tokens=self._max_tokens,
         )
         thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))
-        return Prompt(ids, messages, parent, num_known, digests[-1], thoughts)
+        read = (*parent.prompt.messages, parent.parsed.message, *messages[num_known:])
+        return Prompt(ids, read, parent, num_known, digests[-1], thoughts)
 
     async def _text_prompt(self, text: str) -> Prompt:
         """Return a prompt without a chat template. If the text begins with that of a recorded call

@@ -215,6 +215,7 @@ class TrainingSession:
                 message=call.parsed.message,
                 answer=answer,
                 prompt=None if continues else call.prompt.messages,
+                tools=None if continues else call.tools,
                 rewards=rewards if follower is None else {},
                 counts=dict(sorted(self.counts.items())) if follower is None else {},
                 finish_reason=finish_reason_of(call.completion, call.parsed),

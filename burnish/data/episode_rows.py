@@ -46,7 +46,7 @@ def conversation_columns(episode: Episode, row: TokenRow) -> dict[str, Any]:
             message["train"] = False
     if number == len(episode.turns) - 1:
         messages += [dict(message) for message in last.answer]
-    tools = [dict(tool) for tool in episode.tools]
+    tools = [dict(tool) for tool in episode.tools_of(number)]
     return {MESSAGES: messages, TOOLS: tools, FINISH: last.finish_reason}
 
 

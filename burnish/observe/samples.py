@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from burnish.compact import IntRuns
 from burnish.config.arrow_files import record_batches
 from burnish.observe.files import replacing
+from burnish.transcript import Episode
 from burnish.types import Group, Sample
 
 SAMPLES_DIR = "samples"
@@ -149,11 +150,12 @@ def _row(group: Group, sample: Sample, advantage: float | None) -> dict[str, Any
 
 
 def episode_record(sample: Sample) -> dict[str, Any]:
-    """Return the record of an episode as JSON values: status, first messages, tools, turns, seconds
-    and training rows.
+    """Return the record of an episode as JSON values: status, first messages, the tools of all
+    turns, turns, seconds and training rows.
 
-    Each row has its number of ``prompt_tokens`` and ``spans``: lists of [turn, tokens], in which
-    turn -1 stands for observations, which are masked.
+    A turn that begins another conversation has the names of its ``tools``. Each row has its number
+    of ``prompt_tokens`` and ``spans``: lists of [turn, tokens], in which turn -1 stands for
+    observations, which are masked.
     """
     episode = sample.episode
     assert episode is not None
@@ -161,7 +163,7 @@ def episode_record(sample: Sample) -> dict[str, Any]:
         "status": episode.status,
         "seconds": round(episode.seconds, 3),
         "start": list(episode.start),
-        "tools": list(episode.tools),
+        "tools": _all_tools(episode),
         "turns": [
             {
                 "message": dict(turn.message),
@@ -174,6 +176,7 @@ def episode_record(sample: Sample) -> dict[str, Any]:
                 "cached_tokens": turn.cached_tokens,
                 "engine_s": round(turn.engine_s, 4),
                 "environment_s": round(turn.environment_s, 4),
+                **({} if turn.tools is None else {"tools": [*map(_name, turn.tools)]}),
             }
             for turn in episode.turns
         ],
@@ -185,6 +188,16 @@ def episode_record(sample: Sample) -> dict[str, Any]:
             for row in sample.rows
         ],
     }
+
+
+def _all_tools(episode: Episode) -> list[Mapping[str, Any]]:
+    """Return the tools of all turns, each once."""
+    tools = [*episode.tools, *(tool for turn in episode.turns for tool in turn.tools or ())]
+    return [tool for i, tool in enumerate(tools) if tool not in tools[:i]]
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name"))
 
 
 def _finite(value: float) -> float | None:

@@ -13,6 +13,7 @@ import burnish.episodes.renderer as renderer
 import burnish.rollout.sample_state as sample_state
 from burnish.episodes.template import ChatTemplate
 from burnish.jobs.evaluate import Evaluator
+from burnish.transcript import Episode
 
 Patch = pytest.MonkeyPatch
 
@@ -32,6 +33,11 @@ def records_are_rebuilt_from_pairs(patch: Patch) -> None:
         return {**state, "turns": turns}
 
     patch.setattr(sample_state, "episode_to_plain", stored)
+
+
+def tools_are_those_of_the_first_call(patch: Patch) -> None:
+    """An episode has the tools of its first call."""
+    patch.setattr(Episode, "tools_of", lambda episode, number: episode.tools)
 
 
 def failed_episodes_are_left_out(patch: Patch) -> None:
@@ -73,6 +79,10 @@ def every_marker_is_a_format(patch: Patch) -> None:
 PLANTED = {
     "calls_in_any_order": (calls_are_in_the_order_of_their_end, tuple(range(12))),
     "episodes_in_a_checkpoint": (records_are_rebuilt_from_pairs, tuple(range(24))),
+    "rows_of_agents_are_what_the_policy_read": (
+        tools_are_those_of_the_first_call,
+        tuple(range(12)),
+    ),
     "failures_are_not_passed": (failed_episodes_are_left_out, tuple(range(12))),
     "tool_results_have_one_text": (objects_are_written_by_their_address, tuple(range(24))),
     "rendered_answers_are_read_back": (tags_open_reasoning_anywhere, tuple(range(12))),

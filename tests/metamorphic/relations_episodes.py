@@ -13,19 +13,27 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from metamorphic.base import Broken, Draw, Refused, equal, relation
+from metamorphic.draw_text import write_rows
 
 from burnish.agents.calls import ModelCall
 from burnish.agents.session import TrainingSession
 from burnish.checkpoint.state import load_state, save_state
+from burnish.config.generate import AllSamples
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.demonstrations.encode import SFTEncoder
+from burnish.data.forms import open_rows
 from burnish.data.prompts.config import PromptDataConfig
+from burnish.data.prompts.generation import GenerationPrompt
+from burnish.data.selection import select
+from burnish.data.stream import RowRef
 from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.results import ToolResultError, as_text
 from burnish.episodes.loop import EngineCall, EpisodeLimits, EpisodeResult, Policy, Task
@@ -33,13 +41,15 @@ from burnish.episodes.probing import TOOLS, call
 from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
 from burnish.jobs.evaluate import Evaluator
+from burnish.rewards.base import RewardInput
 from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.model.rows import reward_encoder
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.rollout.sample_state import samples_from_plain, samples_to_plain
 from burnish.transcript import Episode, Turn
-from burnish.types import Prompt
+from burnish.types import Group, Prompt
 
 CLOCKS = ("seconds", "engine_s", "environment_s", "cached_tokens")
 PROMPT = Prompt("p", (1,), "?")
@@ -173,6 +183,133 @@ def episodes_in_a_checkpoint(draw: Draw) -> None:
         trained(EpisodeResult(loaded.episode, calls)),
         "episode that is run again",
     )
+
+
+# ---- rows of an agent's calls --------------------------------------------------------------------
+
+AGENT_TOOLS: tuple[tuple[Any, ...], ...] = ((), (TOOLS[0],), tuple(TOOLS))
+
+
+@dataclass
+class _Talk:
+    """A conversation of an agent with its policy, as its client keeps it."""
+
+    tools: tuple[Any, ...]
+    messages: list[Any]
+    number: int = 0
+    """Turns so far."""
+
+    def call(self) -> ModelCall:
+        return ModelCall("m", tuple(self.messages), tools=self.tools)
+
+    def add(self, reply: Any, draw: Draw) -> None:
+        """Keep a reply as clients do, and answer it."""
+        echoed = {k: v for k, v in reply.items() if k != "reasoning_content"}
+        echoed["content"] = echoed["content"] + draw.rng.choice(["", " ", "\n"])
+        if draw.rng.random() < 0.3:
+            echoed = dict(reply)
+        if draw.rng.random() < 0.1:
+            echoed = {"role": "assistant", "content": "edited by the client"}
+        calls = []
+        for n, made in enumerate(echoed.get("tool_calls", ())):
+            function = made["function"]
+            arguments = {k: v if k == "key" else float(v) for k, v in function["arguments"].items()}
+            calls.append({**made, "id": f"id{n}", "function": {**function, "arguments": arguments}})
+        self.number += 1
+        self.messages.append(echoed | ({"tool_calls": calls} if calls else {}))
+        self.messages += [
+            {
+                "role": "tool",
+                "content": "12",
+                "tool_call_id": c["id"],
+                "name": c["function"]["name"],
+            }
+            for c in calls
+        ]
+        if not calls:
+            self.messages.append({"role": "user", "content": f"go on {self.number}"})
+
+
+def _written_reply(request: Request, prompt: str) -> str:
+    """A reply in the form of the template: reasoning, and a call if the prompt has tools."""
+    rng = random.Random(request.seed)
+    text = f"<think>\nwhy {rng.randrange(99)}\n</think>\n\n" if rng.random() < 0.6 else ""
+    if '"look_up"' in prompt and rng.random() < 0.6:
+        function = {"name": "look_up", "arguments": {"key": "a b", "limit": rng.randrange(9)}}
+        return f"{text}<tool_call>\n{json.dumps(function)}\n</tool_call>"
+    return f"{text}answer {rng.randrange(99)}"
+
+
+def run_talks(draw: Draw) -> tuple[Any, EpisodeResult]:
+    """Run an agent with several conversations, whose turns are in a random order. Returns (its
+    tokenizer, the episode)."""
+    from scripted_engine import ScriptedEngine
+
+    renderer, tokenizer, end = family()
+    talks: list[_Talk] = []
+    for number in range(draw.one(talks=[1, 2, 3])):
+        start = {"role": "user", "content": f"task {number}"}
+        talks.append(_Talk(draw.rng.choice(AGENT_TOOLS), [start]))
+    order = [draw.rng.choice(talks) for _ in range(draw.one(calls=[1, 3, 5, 7]))]
+    draw.note(order=[talks.index(talk) for talk in order], tools=[len(t.tools) for t in talks])
+
+    def answer(request: Request) -> Sequence[int]:
+        text = _written_reply(request, tokenizer.decode(list(request.prompt_ids)))
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+
+    async def inside() -> EpisodeResult:
+        service = RolloutService(ScriptedEngine(answer, tokenizer))
+        with ThreadPoolExecutor(1) as rendering:
+            policy = Policy(service, renderer, Sampling(200, stop_token_ids=(end,)), rendering)
+            limits = EpisodeLimits(max_turns=50, max_tokens=9000, step_timeout_s=60, timeout_s=60)
+            session = TrainingSession(
+                Task("t/0", {}, 0, sampling_seed=draw.rng.getrandbits(32)), policy, limits
+            )
+            try:
+                for number, talk in enumerate(order):
+                    reply = await session.respond(talk.call(), digest=bytes([number]))
+                    talk.add(reply.choices[0].message, draw)
+                return session.result({"reward": 1.0})
+            finally:
+                await session.close()
+                service.close()
+
+    return tokenizer, asyncio.run(inside())
+
+
+def _texts(tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]) -> tuple[str, str]:
+    """Text of a row without the line break that a template writes last, and of its trained
+    tokens."""
+    trained = [token for token, on in zip(ids, mask, strict=True) if on]
+    return tokenizer.decode(list(ids)).rstrip("\n"), tokenizer.decode(trained)
+
+
+@relation
+def rows_of_agents_are_what_the_policy_read(draw: Draw) -> None:
+    """The rows of an agent's calls, trained as text, are their tokens, and a reward model reads the
+    last response behind the prompt of the policy: whatever tools each call has, in whichever order
+    conversations go on, and whatever the client does to them. Exact."""
+    tokenizer, finished = run_talks(draw)
+    sample = episode_sample(PROMPT, "p/0", finished)
+    read = reward_encoder(tokenizer, tokenizer, "rm")(RewardInput(PROMPT, sample))
+    texts = (tokenizer.decode([*pair[0], *pair[1]]) for pair in (read, sample.last_response))
+    equal(next(texts), next(texts), "the row of a reward model")
+    rows = select(
+        *(AllSamples(), [Group(0, PROMPT, (sample,))]),
+        {"p": GenerationPrompt(PROMPT, "?", "?", None, False, {})},
+        with_tokens=True,
+        tokenizer=tokenizer,
+    ).rows
+    path = write_rows(draw, rows)
+    for use_tokens in (True, False):
+        config = SFTDataConfig(sources=(path,), max_len=9000, use_tokens=use_tokens)  # type: ignore[arg-type]
+        encoder, (source,) = SFTEncoder(config, tokenizer), open_rows(config)
+        for number, token_row in enumerate(sample.rows):
+            row = encoder.encode(source[number], RowRef("rows", number, 0))
+            ids = [*token_row.prompt_ids, *token_row.response_ids]
+            mask = [False] * len(token_row.prompt_ids) + list(token_row.action_mask)
+            found, expected = (_texts(tokenizer, *r) for r in ((row.ids, row.mask), (ids, mask)))
+            equal(found, expected, f"row {number}, use_tokens={use_tokens}")
 
 
 # ---- evaluation ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from report_page import HOSTILE, PAYLOADS, Page
 
 from burnish.observe.report import build_report
 from burnish.observe.report_samples import MAX_EPISODE_CHARS, embed_samples
-from burnish.observe.samples import SCHEMA, write_samples
+from burnish.observe.samples import SCHEMA, episode_record, write_samples
 from burnish.transcript import Episode, Turn
 from burnish.types import Group, Prompt, Sample, TokenRow
 
@@ -46,6 +46,22 @@ def _data(run_dir: Path) -> tuple[dict[str, Any], str]:
     found = embed_samples(run_dir)
     assert found is not None
     return json.loads(found.json), found.note
+
+
+def test_tools_of_every_turn_are_shown_once(tmp_path: Path) -> None:
+    """A planner without tools, two sub-agents with tools."""
+    other = {"type": "function", "function": {"name": "sub"}}
+    turns = (
+        _turn(),
+        _turn(prompt=(), tools=(TOOL, other)),
+        _turn(),
+        _turn(prompt=(), tools=(TOOL,)),
+    )
+    sample = _sample(Episode("done", (), (), turns))
+    _write(tmp_path, sample)
+    assert [tool["name"] for tool in _data(tmp_path)[0]["openings"][0]["tools"]] == ["add", "sub"]
+    record = episode_record(sample)["turns"]
+    assert [turn.get("tools") for turn in record] == [None, ["add", "sub"], None, ["add"]]
 
 
 def test_an_episode_has_its_messages_calls_numbers_and_rows(tmp_path: Path) -> None:

@@ -118,8 +118,10 @@ class ResponseEncoder:
             begin = sampled.prompt_len
             tokens = _tokens(sampled.ids[:begin], sampled.ids[begin:], sampled.mask[begin:])
             return tokens, response_decoder(tokenizer)(tokens.last_response[1])
-        text, messages = last.message["content"], episode.messages_before(len(episode.turns) - 1)
-        prompt, head = encode_prompt(tokenizer, messages, tools=episode.tools or None, refused=())
+        number = len(episode.turns) - 1
+        text, messages = last.message["content"], episode.messages_before(number)
+        tools = episode.tools_of(number) or None
+        prompt, head = encode_prompt(tokenizer, messages, tools=tools, refused=())
         ids, _ = encode_completion(
             tokenizer, head, text, prompt=prompt, add_eos=last.finish_reason == "stop"
         )

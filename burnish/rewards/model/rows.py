@@ -63,11 +63,12 @@ def _answer_of(item: RewardInput) -> _Answer:
         message: dict[str, Any] = {"role": "assistant", "content": sample.text}
         conversation = (prompt.text, prompt.messages, prompt.tools, message)
         return _Answer(pair, sample.text, ended, *conversation)
-    messages = episode.messages_before(len(episode.turns) - 1)
+    number = len(episode.turns) - 1
+    messages, tools = episode.messages_before(number), episode.tools_of(number)
     message = dict(episode.turns[-1].message)
     if message.get("content", "").strip() == sample.text.strip():  # parsing strips white space
         message["content"] = sample.text
-    return _Answer(pair, sample.text, ended, None, messages, episode.tools or None, message)
+    return _Answer(pair, sample.text, ended, None, messages, tools or None, message)
 
 
 _TEXT = "Ab c, 12 + \u00e9\n  xyzzy"

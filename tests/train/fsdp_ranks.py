@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import burnish.models.tensor_files as tensor_files
 from burnish.config.model import Fp16Config, LoraConfig, ModelConfig, PrecisionConfig
@@ -139,6 +140,27 @@ def stop(ranks: RankGroup) -> dict[str, Any]:
             except NonFiniteError as error:
                 messages[what] = str(error)
     return messages
+
+
+def forward_order(ranks: RankGroup) -> dict[str, Any]:
+    """Log-probs and a step, three times, as in this version of torch and as before 2.13, which has
+    no method that forgets the modules run."""
+    reports: dict[str, Any] = {}
+    reset = FSDPModule.reset_iter_state
+    for name in ("reset", "older"):
+        engine, batch = make_engine(ranks, Case()), two_ranks.ragged()
+        FSDPModule.reset_iter_state = reset if name == "reset" else None
+        try:
+            lengths = []
+            for _ in range(3):
+                engine.logprobs(batch)
+                lengths.append(len(engine.root._get_fsdp_state()._comm_ctx.post_forward_order))
+                engine.forward_backward(batch, two_ranks.nll)
+                engine.optim_step()
+        finally:
+            FSDPModule.reset_iter_state = reset
+        reports[name] = {"lengths": lengths, "state": state_hash(engine)}
+    return reports
 
 
 def gradient_overflow(ranks: RankGroup) -> dict[str, Any]:
@@ -463,6 +485,7 @@ OTHERS: dict[str, Callable[[RankGroup], dict[str, Any]]] = {
     "precisions": precisions,
     "real_overflow": real_overflow,
     "stop": stop,
+    "forward_order": forward_order,
     "gradient_overflow": gradient_overflow,
     "uneven": uneven,
     "held": held,

@@ -204,6 +204,13 @@ def test_a_gradient_that_overflows_at_the_floor_is_named(two: Reports) -> None:
     assert "First bad tensor: " in found["message"]
 
 
+def test_passes_without_backward_leave_no_list_of_modules(two: Reports) -> None:
+    """Also in versions of torch whose list is not reset by a method."""
+    for report in two.found:
+        reset, older = report["forward_order"]["reset"], report["forward_order"]["older"]
+        assert older == reset and reset["lengths"] == [0, 0, 0]
+
+
 def test_ranks_with_different_loads_make_as_many_passes(two: Reports) -> None:
     """Rank 0 has one long row and four empty passes; two calls and a step."""
     alone = fsdp.uneven(SINGLE)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -220,10 +220,15 @@ class ShardedTrainEngine(TorchTrainEngine):
         """Free weights that remain gathered after a pass without backward."""
         for unit in self.units:
             unit.reshard()
-        # Before torch 2.13 the list of modules run in such passes grows until the next backward.
+        # Otherwise the list of modules run in such passes grows until the next backward.
         reset = getattr(self.root, "reset_iter_state", None)  # house: ok torch's, by its version
         if reset is not None:
             reset()
+            return
+        state: Any = cast(FSDPModule, self.root)._get_fsdp_state()  # before torch 2.13
+        for group in state._comm_ctx.post_forward_order:
+            group._post_forward_indices.clear()
+        state._comm_ctx.post_forward_order.clear()
 
     # ---- computing -------------------------------------------------------------------------
 

@@ -79,6 +79,8 @@ class Turn:
     conversation, or began another one. None: the turn before it with its answer, or the start."""
     tools: tuple[Mapping[str, Any], ...] | None = None
     """Tools of such a call. None: those of the turn before it, or of the episode."""
+    is_text: bool = False
+    """True if the policy read the contents of the messages, joined, without the chat template."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards that the environment gave for this turn."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -142,3 +144,9 @@ class Episode:
         """Return the tools that the policy saw in turn ``number``."""
         seen = (turn.tools for turn in reversed(self.turns[: number + 1]))
         return next((tools for tools in seen if tools is not None), self.tools)
+
+    def text_before(self, number: int) -> str | None:
+        """Return the text that turn ``number`` continues, if it had no chat template; else None."""
+        if not self.turns[number].is_text:
+            return None
+        return "".join(str(message["content"]) for message in self.messages_before(number))

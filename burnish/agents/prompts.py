@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from burnish.agents.calls import ModelCall, invalid, well_formed
 from burnish.agents.replies import checked_ids
 from burnish.chat_message import Message
+from burnish.compact import IntArray
 from burnish.episodes.loop import Policy
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import TooLongError
@@ -182,7 +183,8 @@ class Prompt:
     ids: Ids
     messages: tuple[Message, ...]
     """The conversation as the policy reads it: answers of recorded calls as they were sampled, not
-    as the client sent them. Prompts without a chat template are messages of a user."""
+    as the client sent them. Without a chat template, what the client wrote is messages of a user,
+    and the contents joined are the text."""
     parent: Recorded | None = None
     """The call whose conversation this one continues."""
     num_known: int = 0
@@ -191,7 +193,7 @@ class Prompt:
     """Digest of the conversation; empty if later calls are not compared with it."""
     thoughts: tuple[bytes, ...] = ()
     """Digests of the reasoning in the conversation, as the policy reads it."""
-    text: str = ""
+    text: str | None = None
     """The prompt, if it has no chat template."""
 
 
@@ -203,7 +205,10 @@ class Prompts:
         self._policy, self._max_tokens = policy, max_tokens
         self._history: History[Recorded] = History()
         self._texts: list[tuple[str, Recorded]] = []
-        """Calls without a chat template, each with the text of its prompt and response."""
+        """Calls without a chat template, each with the text of its prompt and response, if that is
+        the text of its tokens."""
+        self._ids: list[tuple[Ids, Recorded]] = []
+        """Calls without a chat template, each with the ids of its prompt and response."""
 
     def record(self, call: Recorded) -> None:
         """Let later calls continue this one."""
@@ -219,9 +224,12 @@ class Prompts:
                 number=call.number,
                 thoughts=(*prompt.thoughts, *thoughts_of([reply])),
             )
-        is_text = prompt.text and call.text
+        if prompt.text is None:
+            return
+        sampled = call.completion.token_ids
+        self._ids.append((IntArray(prompt.ids) + sampled, call))
         # Text does not show special tokens: its continuation does not continue their ids.
-        if is_text and self._policy.renderer.special_ids.isdisjoint(call.completion.token_ids):
+        if call.text and self._policy.renderer.special_ids.isdisjoint(sampled):
             self._texts.append((prompt.text + call.text, call))
 
     async def find(self, call: ModelCall) -> Prompt:
@@ -230,13 +238,9 @@ class Prompts:
         try:
             if isinstance(call.prompt, str):
                 return await self._text_prompt(call.prompt)
-            if call.prompt is None:
-                return await self._chat_prompt(call.messages, call.shown_tools)
-            if len(call.prompt) > self._max_tokens:
-                raise TooLongError(f"the prompt has {len(call.prompt)} tokens")
-            ids = checked_ids(call.prompt, self._policy.renderer)
-            text = await self._policy.in_renderer(self._policy.renderer.decode, ids)
-            return Prompt(ids, (_user_message(text),), text=text)
+            if call.prompt is not None:
+                return await self._ids_prompt(call.prompt)
+            return await self._chat_prompt(call.messages, call.shown_tools)
         except TooLongError:
             raise
         except RendererError as error:
@@ -272,23 +276,50 @@ class Prompts:
         read = (*parent.prompt.messages, parent.parsed.message, *messages[num_known:])
         return Prompt(ids, read, parent, num_known, digests[-1], thoughts)
 
+    async def _ids_prompt(self, token_ids: tuple[int, ...]) -> Prompt:
+        """Return a prompt of token ids. If they begin with those of a recorded call and its
+        response, it continues that call."""
+        renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
+        if len(token_ids) > self._max_tokens:
+            raise TooLongError(f"the prompt has {len(token_ids)} tokens")
+        ids = IntArray(checked_ids(token_ids, renderer))
+        text = await in_renderer(renderer.decode, ids)
+        known = [(prefix, call) for prefix, call in self._ids if ids[: len(prefix)] == prefix]
+        if not known:
+            return Prompt(ids, (_user_message(text),), text=text)
+        prefix, parent = max(known, key=lambda pair: (len(pair[0]), pair[1].number))
+        new = _text_behind(parent, text)
+        if new is None:  # the response has special tokens, which its message does not show
+            new = await in_renderer(renderer.response_text, prefix, ids[len(prefix) :])
+        return _continued(parent, ids, new, text)
+
     async def _text_prompt(self, text: str) -> Prompt:
         """Return a prompt without a chat template. If the text begins with that of a recorded call
         and its response, it continues their tokens."""
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
-        continued = [(prefix, call) for prefix, call in self._texts if text.startswith(prefix)]
-        if not continued:
+        known = [(prefix, call) for prefix, call in self._texts if text.startswith(prefix)]
+        if not known:
             ids = await in_renderer(renderer.encode, text, max_tokens=self._max_tokens)
             return Prompt(checked_ids(ids, renderer), (_user_message(text),), text=text)
-        prefix, parent = max(continued, key=lambda pair: (len(pair[0]), pair[1].number))
-        new = text[len(prefix) :]
-        prefix_ids = parent.prompt.ids + parent.completion.token_ids
+        prefix, parent = max(known, key=lambda pair: (len(pair[0]), pair[1].number))
+        before = IntArray(parent.prompt.ids) + parent.completion.token_ids
         more = await in_renderer(
-            renderer.encode, new, after=prefix_ids[-1:], max_tokens=self._max_tokens
+            renderer.encode, text[len(prefix) :], after=before[-1:], max_tokens=self._max_tokens
         )
-        ids = prefix_ids + more
-        before = (*parent.prompt.messages, parent.parsed.message)
-        return Prompt(ids, (*before, _user_message(new)), parent, len(before), text=text)
+        return _continued(parent, before + more, str(_text_behind(parent, text)), text)
+
+
+def _text_behind(call: Recorded, text: str) -> str | None:
+    """Return the part of ``text`` behind the prompt of a call and the message of its response: with
+    its stop string or end token. None if it does not begin with them."""
+    before = f"{call.prompt.text}{call.parsed.message['content']}"
+    return text[len(before) :] if text.startswith(before) else None
+
+
+def _continued(parent: Recorded, ids: Ids, new: str, text: str) -> Prompt:
+    """Return a prompt without a chat template that continues a call with the text ``new``."""
+    before = (*parent.prompt.messages, parent.parsed.message)
+    return Prompt(ids, (*before, _user_message(new)), parent, len(before), text=text)
 
 
 def _user_message(text: str) -> Message:

@@ -216,6 +216,7 @@ class TrainingSession:
                 answer=answer,
                 prompt=None if continues else call.prompt.messages,
                 tools=None if continues else call.tools,
+                is_text=call.prompt.text is not None,
                 rewards=rewards if follower is None else {},
                 counts=dict(sorted(self.counts.items())) if follower is None else {},
                 finish_reason=finish_reason_of(call.completion, call.parsed),

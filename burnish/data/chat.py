@@ -165,6 +165,47 @@ def encode_conversation(
     return ids, mask
 
 
+def encode_plain_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    only_last: bool = False,
+    is_cut: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """Return (ids, mask) of a conversation without a chat template, up to the last trained answer:
+    the contents of the messages, joined.
+
+    An end token at the beginning of the text behind a trained answer is its end. The last answer
+    ends with the EOS token unless it was cut (``is_cut``). ``only_last`` and flags: as for
+    :func:`encode_conversation`. Raises DataError if there is no answer to train on.
+    """
+    flags = trained_flags(messages)
+    learned = [i for i, m in enumerate(messages) if m["role"] == "assistant" and flags[i]]
+    if not learned or learned[0] == 0:
+        raise DataError(
+            "the plain text has no assistant message that continues another message and could be "
+            f"trained on (roles: {roles_of(messages)}); drop the row"
+        )
+    last, trained = learned[-1], set(learned[-1 if only_last else 0 :])
+    text = messages[0]["content"]
+    ids, ends = encode_prompt(tokenizer, text)[1], end_texts(tokenizer)
+    mask = [False] * len(ids)
+    for number, message in enumerate(messages[1 : last + 1], 1):
+        content, begin = message["content"], len(ids)
+        if number in trained:
+            check_text(tokenizer, content, refuse=True)
+            ends_here = number == last and not is_cut
+            ids, learns = encode_completion(tokenizer, ids, content, prompt=text, add_eos=ends_here)
+            mask += learns[begin:]
+        else:
+            piece = encode_piece(tokenizer, content, after=ids[-1:], before=text)
+            ids += piece
+            is_end = number - 1 in trained and bool(piece) and piece[0] in ends
+            mask += [is_end] * len(piece[:1]) + [False] * len(piece[1:])
+        text += content
+    return ids, mask
+
+
 def note_cut() -> None:
     """Record a notice for a trained response that was cut."""
     note("cut", "the response was cut (finish_reason), so it is trained without an end token")

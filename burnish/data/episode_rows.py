@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from burnish.chat_message import without_flags
 from burnish.data.messages import as_messages, as_tools, parsed, trained_flags
-from burnish.data.rows import TOKENS, TOKENS_MASK, TOKENS_TEXT
+from burnish.data.rows import PLAIN_TEXT, TOKENS, TOKENS_MASK, TOKENS_TEXT
 from burnish.transcript import Episode, EpisodeStatus, FinishReason, Turn
 
 if TYPE_CHECKING:  # forms of rows are found without torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # forms of rows are found without torch
     from burnish.types import TokenRow
 
 MESSAGES, TOOLS, STATUS, TURNS, FINISH = "messages", "tools", "status", "turns", "finish_reason"
-EPISODE_COLUMNS = frozenset({TOOLS, STATUS, TURNS, TOKENS, TOKENS_MASK, TOKENS_TEXT})
+EPISODE_COLUMNS = frozenset({TOOLS, STATUS, TURNS, PLAIN_TEXT, TOKENS, TOKENS_MASK, TOKENS_TEXT})
 """Columns that rows of episodes have besides those of single responses."""
 
 
@@ -47,7 +47,8 @@ def conversation_columns(episode: Episode, row: TokenRow) -> dict[str, Any]:
     if number == len(episode.turns) - 1:
         messages += [dict(message) for message in last.answer]
     tools = [dict(tool) for tool in episode.tools_of(number)]
-    return {MESSAGES: messages, TOOLS: tools, FINISH: last.finish_reason}
+    columns = {MESSAGES: messages, TOOLS: tools, FINISH: last.finish_reason}
+    return columns | ({PLAIN_TEXT: True} if last.is_text else {})
 
 
 def token_columns(row: TokenRow, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
@@ -72,14 +73,17 @@ def episode_of(columns: Mapping[str, Any], *, finish: FinishReason = "stop") -> 
         return None
     messages = as_messages(value)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    flags = trained_flags(messages)
+    flags, is_text = trained_flags(messages), columns.get(PLAIN_TEXT) is True
     sampled = [i for i in answers if flags[i]] or answers[-1:]
     if not sampled or sampled[0] == 0:
         return None
     bare = [without_flags(message) for message in messages]
     turns = [
         Turn(
-            bare[i], tuple(bare[i + 1 : end]), finish_reason=finish if i == sampled[-1] else "stop"
+            bare[i],
+            tuple(bare[i + 1 : end]),
+            finish_reason=finish if i == sampled[-1] else "stop",
+            is_text=is_text,
         )
         for i, end in zip(sampled, [*sampled[1:], len(bare)], strict=True)
     ]

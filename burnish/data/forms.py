@@ -121,7 +121,8 @@ def from_messages(values: Values, config: DataConfig) -> Values:
     if config.answer_key is not None and config.conversation_key is None:
         episode = _in_column(MESSAGES, lambda: episode_of(values))
         if episode is not None:
-            before = episode.messages_before(len(episode.turns) - 1)
+            number = len(episode.turns) - 1
+            before = episode.text_before(number) or episode.messages_before(number)
             prompt = before if values.get(config.prompt_key) is None else values[config.prompt_key]
             answer = episode.turns[-1].message["content"]
             new = _others(values, config, MESSAGES)

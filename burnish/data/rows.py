@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 TOKENS, TOKENS_MASK, TOKENS_TEXT = "tokens", "tokens_mask", "tokens_text"
 """Columns of the exact token ids of an episode (written by the job generate): the ids, true for
 those that the policy sampled, and the text that they decode to."""
+PLAIN_TEXT = "plain_text"
+"""Column of rows of episodes without a chat template: true if the contents of the messages, joined,
+are the text of the tokens."""
 
 
 @dataclass(frozen=True)

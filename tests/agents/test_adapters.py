@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from burnish.agents.functions import FunctionAgents
 from burnish.config.episodes import AgentEpisodes, EnvironmentEpisodes, Episodes, ToolEpisodes
 from burnish.config.model import ModelConfig
+from burnish.data.episode_rows import conversation_columns
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.tools import ToolEnvironment
 from burnish.environments.trl import TrlEnvironment
@@ -61,6 +62,11 @@ def test_an_executor_of_openrlhf_works_on_token_ids(tmp_path: Path) -> None:
     assert len(episode_rows(result.calls)) == 1
     assert len(result.calls) == 2
     assert result.record.turns[-1].rewards == {"reward": 0.5}
+    (row,) = episode_rows(result.calls)
+    columns = conversation_columns(result.record, row)
+    assert columns["plain_text"] and not any("train" in m for m in columns["messages"])
+    text = "".join(message["content"] for message in columns["messages"])
+    assert text + "<|im_end|>" == TOKENIZER.decode([*row.prompt_ids, *row.response_ids])
 
 
 def test_a_file_without_an_agent_is_refused_at_start() -> None:

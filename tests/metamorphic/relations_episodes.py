@@ -27,6 +27,7 @@ from burnish.checkpoint.state import load_state, save_state
 from burnish.config.generate import AllSamples
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig
+from burnish.data.chat import encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.forms import open_rows
@@ -194,16 +195,33 @@ AGENT_TOOLS: tuple[tuple[Any, ...], ...] = ((), (TOOLS[0],), tuple(TOOLS))
 class _Talk:
     """A conversation of an agent with its policy, as its client keeps it."""
 
+    kind: str
+    """``chat``, or of calls without a chat template ``text`` and ``ids``."""
     tools: tuple[Any, ...]
     messages: list[Any]
-    number: int = 0
-    """Turns so far."""
+    tokenizer: Any
+    prompt: Any = None
+    """Text or ids so far, without a chat template."""
 
     def call(self) -> ModelCall:
-        return ModelCall("m", tuple(self.messages), tools=self.tools)
+        if self.kind == "chat":
+            return ModelCall("m", tuple(self.messages), tools=self.tools)
+        prompt = self.prompt if self.kind == "text" else tuple(self.prompt)
+        return ModelCall("m", prompt=prompt, return_token_ids=True)
 
-    def add(self, reply: Any, draw: Draw) -> None:
+    def add(self, choice: Any, draw: Draw) -> None:
         """Keep a reply as clients do, and answer it."""
+        if self.kind == "chat":
+            self._add_message(choice.message, draw)
+            return
+        more = draw.rng.choice(["", " ", f"\nObs: {draw.rng.randrange(99)}\n"])
+        if self.kind == "text":
+            self.prompt += choice.message["content"] + more
+        else:
+            more_ids = self.tokenizer(more, add_special_tokens=False)["input_ids"]
+            self.prompt += [*choice.token_ids, *more_ids]
+
+    def _add_message(self, reply: Any, draw: Draw) -> None:
         echoed = {k: v for k, v in reply.items() if k != "reasoning_content"}
         echoed["content"] = echoed["content"] + draw.rng.choice(["", " ", "\n"])
         if draw.rng.random() < 0.3:
@@ -215,7 +233,6 @@ class _Talk:
             function = made["function"]
             arguments = {k: v if k == "key" else float(v) for k, v in function["arguments"].items()}
             calls.append({**made, "id": f"id{n}", "function": {**function, "arguments": arguments}})
-        self.number += 1
         self.messages.append(echoed | ({"tool_calls": calls} if calls else {}))
         self.messages += [
             {
@@ -227,7 +244,21 @@ class _Talk:
             for c in calls
         ]
         if not calls:
-            self.messages.append({"role": "user", "content": f"go on {self.number}"})
+            self.messages.append({"role": "user", "content": f"go on {len(self.messages)}"})
+
+
+def draw_talks(draw: Draw, tokenizer: Any) -> list[_Talk]:
+    """Conversations with a chat template and without, of which each has its own tools."""
+    talks = []
+    for number in range(draw.one(talks=[1, 2, 3])):
+        start = [{"role": "user", "content": f"task {number}"}]
+        kind = draw.rng.choice(["chat", "chat", "text", "ids"])
+        text = encode_prompt(tokenizer, start)[0] if draw.rng.random() < 0.5 else "Q: 1\nA:"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompt = text if kind == "text" else ids
+        talks.append(_Talk(kind, draw.rng.choice(AGENT_TOOLS), start, tokenizer, prompt))
+    draw.note(kinds=[t.kind for t in talks], tools=[len(t.tools) for t in talks])
+    return talks
 
 
 def _written_reply(request: Request, prompt: str) -> str:
@@ -246,16 +277,15 @@ def run_talks(draw: Draw) -> tuple[Any, EpisodeResult]:
     from scripted_engine import ScriptedEngine
 
     renderer, tokenizer, end = family()
-    talks: list[_Talk] = []
-    for number in range(draw.one(talks=[1, 2, 3])):
-        start = {"role": "user", "content": f"task {number}"}
-        talks.append(_Talk(draw.rng.choice(AGENT_TOOLS), [start]))
+    talks = draw_talks(draw, tokenizer)
     order = [draw.rng.choice(talks) for _ in range(draw.one(calls=[1, 3, 5, 7]))]
-    draw.note(order=[talks.index(talk) for talk in order], tools=[len(t.tools) for t in talks])
+    draw.note(order=[talks.index(talk) for talk in order])
 
     def answer(request: Request) -> Sequence[int]:
-        text = _written_reply(request, tokenizer.decode(list(request.prompt_ids)))
-        return [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+        prompt = tokenizer.decode(list(request.prompt_ids))
+        text = _written_reply(request, prompt)
+        has_end = prompt.endswith("assistant\n") or request.seed % 2
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], *[end] * has_end]
 
     async def inside() -> EpisodeResult:
         service = RolloutService(ScriptedEngine(answer, tokenizer))
@@ -268,7 +298,7 @@ def run_talks(draw: Draw) -> tuple[Any, EpisodeResult]:
             try:
                 for number, talk in enumerate(order):
                     reply = await session.respond(talk.call(), digest=bytes([number]))
-                    talk.add(reply.choices[0].message, draw)
+                    talk.add(reply.choices[0], draw)
                 return session.result({"reward": 1.0})
             finally:
                 await session.close()
@@ -278,22 +308,27 @@ def run_talks(draw: Draw) -> tuple[Any, EpisodeResult]:
 
 
 def _texts(tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]) -> tuple[str, str]:
-    """Text of a row without the line break that a template writes last, and of its trained
-    tokens."""
+    """Text of a row and of its trained tokens, without the end of the row: rows of text write an
+    end token also if none was sampled, and templates a line break behind it."""
     trained = [token for token, on in zip(ids, mask, strict=True) if on]
-    return tokenizer.decode(list(ids)).rstrip("\n"), tokenizer.decode(trained)
+    texts = (tokenizer.decode(part).rstrip("\n") for part in (list(ids), trained))
+    return next(texts).removesuffix("<|im_end|>"), next(texts).removesuffix("<|im_end|>")
 
 
 @relation
 def rows_of_agents_are_what_the_policy_read(draw: Draw) -> None:
     """The rows of an agent's calls, trained as text, are their tokens, and a reward model reads the
-    last response behind the prompt of the policy: whatever tools each call has, in whichever order
-    conversations go on, and whatever the client does to them. Exact."""
+    last response behind the prompt of the policy: with and without a chat template, whatever tools
+    each call has, in whichever order conversations go on, and whatever the client does to them.
+    Exact."""
     tokenizer, finished = run_talks(draw)
     sample = episode_sample(PROMPT, "p/0", finished)
     read = reward_encoder(tokenizer, tokenizer, "rm")(RewardInput(PROMPT, sample))
-    texts = (tokenizer.decode([*pair[0], *pair[1]]) for pair in (read, sample.last_response))
-    equal(next(texts), next(texts), "the row of a reward model")
+    found, expected = (
+        _texts(tokenizer, [*p, *r], [False] * len(p) + [True] * len(r))
+        for p, r in (read, sample.last_response)
+    )
+    equal(found, expected, "the row of a reward model")
     rows = select(
         *(AllSamples(), [Group(0, PROMPT, (sample,))]),
         {"p": GenerationPrompt(PROMPT, "?", "?", None, False, {})},

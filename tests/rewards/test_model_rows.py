@@ -154,6 +154,21 @@ def test_an_episode_is_rendered_up_to_its_last_response(
         RowEncoder(own, "rm")(replace(item, sample=sample))
 
 
+def test_a_turn_without_a_chat_template_is_read_as_a_single_response_or_as_plain_text(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup
+) -> None:
+    """A call whose text is the prompt of the data, and one whose text the agent wrote."""
+    encode = RowEncoder(own, "rm")
+    item = _item(make_group, [{"role": "user", "content": "a?"}], "b")
+    for start, prompt_ids in ((item.prompt.text, item.prompt.token_ids), ("what", (1, 2, 3))):
+        turn = Turn({"role": "assistant", "content": "b"}, (), is_text=True)
+        record = Episode("done", ({"role": "user", "content": start},), turns=(turn,))
+        sample = replace(item.sample, prompt_ids=prompt_ids, episode=record)
+        plain = encode_text(own, start, "b", ended=True)
+        expected = plain if start == "what" else encode(item)
+        assert encode(replace(item, sample=sample)) == expected
+
+
 def test_a_server_encodes_a_query_as_its_model_was_trained(
     own: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from burnish.data.chat import (
     check_tokenizer,
     encode_completion,
     encode_conversation,
+    encode_plain_conversation,
     encode_prompt,
 )
 from burnish.data.demonstrations.config import SFTDataConfig
@@ -21,6 +22,7 @@ from burnish.data.left_out import check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.rows import (
+    PLAIN_TEXT,
     TokenRow,
     content_column,
     encode_exchange,
@@ -103,9 +105,14 @@ class SFTEncoder:
                 f"column {kind!r} (messages_key) holds a string, not a list of messages"
             )
         system = system_of(row, config, content)
+        is_plain = row.values.get(PLAIN_TEXT) is True
+        if is_plain and system is not None:
+            raise DataError(
+                "there is a system message (system_prompt of the recipe, or a column system or "
+                "system_prompt), but the row is plain text (plain_text: true), which is used "
+                "unchanged; remove it, or use rows of chat messages"
+            )
         messages = as_messages(content, system_prompt=system)
-        tools = tools_column(row, config)
-        check_rendering(tokenizer, messages, tools, system_prompt=system)
         if config.train_on_prompt and not all(trained_flags(messages)):
             raise DataError(
                 "a message has train: false or weight: 0, but train_on_prompt=true trains on all "
@@ -115,7 +122,16 @@ class SFTEncoder:
             note_flags(messages, range(len(messages)))
         else:
             note_other_roles(messages)
-        if is_cut(row, kind):
+        cut = is_cut(row, kind)
+        if is_plain:
+            plain = encode_plain_conversation(
+                tokenizer, messages, only_last=self._only_last, is_cut=cut
+            )
+            encoded = token_row(*plain)
+            return replace(encoded, answers=encoded.mask)
+        tools = tools_column(row, config)
+        check_rendering(tokenizer, messages, tools, system_prompt=system)
+        if cut:
             messages = with_cut_end(messages)
         encoded = token_row(
             *encode_conversation(tokenizer, messages, only_last=self._only_last, tools=tools)

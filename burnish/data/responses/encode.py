@@ -121,7 +121,9 @@ class ResponseEncoder:
         number = len(episode.turns) - 1
         text, messages = last.message["content"], episode.messages_before(number)
         tools = episode.tools_of(number) or None
-        prompt, head = encode_prompt(tokenizer, messages, tools=tools, refused=())
+        plain = episode.text_before(number)
+        content = messages if plain is None else plain
+        prompt, head = encode_prompt(tokenizer, content, tools=tools, refused=())
         ids, _ = encode_completion(
             tokenizer, head, text, prompt=prompt, add_eos=last.finish_reason == "stop"
         )

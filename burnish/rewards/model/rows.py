@@ -64,6 +64,14 @@ def _answer_of(item: RewardInput) -> _Answer:
         conversation = (prompt.text, prompt.messages, prompt.tools, message)
         return _Answer(pair, sample.text, ended, *conversation)
     number = len(episode.turns) - 1
+    text = episode.text_before(number)
+    if text is not None:
+        message = {"role": "assistant", "content": sample.text}
+        if list(pair[0]) == list(prompt.token_ids):  # the prompt of the data, rendered
+            conversation = (prompt.text, prompt.messages, prompt.tools, message)
+        else:
+            conversation = (text, None, None, message)
+        return _Answer(pair, sample.text, ended, *conversation)
     messages, tools = episode.messages_before(number), episode.tools_of(number)
     message = dict(episode.turns[-1].message)
     if message.get("content", "").strip() == sample.text.strip():  # parsing strips white space

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,34 @@ def _with_held_out(section: dict[str, Any], data: dict[str, Any]) -> dict[str, A
     keys = _as_dict(first)
     if data.get("held_out") is None or (first is not None and not isinstance(first, dict)):
         return section
-    if "sources" in keys and keys.get("part") != "held_out":
+    if "sources" in keys:
         return section
-    same = {"sources": data.get("sources"), "held_out": data["held_out"], "part": "held_out"}
-    return {**section, "data": {**data, **keys, **same}}
+    return {**section, "data": {**data, "part": "held_out", **keys}}
+
+
+def derived_split(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of ``eval.data`` (:data:`_OWN_KEYS`) if they are the held-out rows of
+    ``data``, as in a resolved recipe; else an empty dict."""
+    data, keys = deepcopy((_as_dict(tree.get("data")), _eval_data(tree)))
+    split = {key: data.get(key) for key in ("sources", "held_out")} | {"part": "held_out"}
+    if data.get("held_out") is None or any(keys.get(key) != split[key] for key in split):
+        return {}
+    return split
+
+
+def _eval_data(tree: dict[str, Any]) -> dict[str, Any]:
+    return _as_dict(_as_dict(tree.get("eval")).get("data"))
+
+
+def renew_split(tree: dict[str, Any], derived: dict[str, Any]) -> None:
+    """Remove from ``eval.data`` the keys of :func:`derived_split` that overrides did not change, if
+    ``data`` still holds out rows. They are then derived from ``data`` as it is now."""
+    if not derived or _as_dict(tree.get("data")).get("held_out") is None:
+        return
+    keys = _eval_data(tree)
+    for key, value in derived.items():
+        if key in keys and keys[key] == value:
+            del keys[key]
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
@@ -98,11 +123,19 @@ def held_out_rules(sections: Iterable[tuple[str, DataConfig]], *, trains: bool) 
     for name, data in by_name.items():
         if not name.startswith(EVAL_SECTIONS):
             continue
-        if name == "eval.data" and train.held_out is not None and data.part == "train":
-            yield (
-                f"data.held_out={train.held_out:g} and {name}.sources both give rows for "
-                f"evaluation; remove data.held_out, or the sources of {name}"
-            )
+        if name == "eval.data" and train.held_out is not None:
+            shared = _shared(data, train)
+            if not shared and data.sources != train.sources:
+                yield (
+                    f"data.held_out={train.held_out:g} and {name}.sources both give rows for "
+                    f"evaluation; remove data.held_out, or the sources of {name}"
+                )
+            elif data.part == "train" and data.held_out is None:
+                yield (
+                    f"{name}.part=train would evaluate trained rows of {data.sources[0].place}; "
+                    f"remove sources, held_out and part of {name} to evaluate the rows of "
+                    f"data.held_out={train.held_out:g}"
+                )
         if data.part == "held_out" and data.held_out is not None:
             yield from _same_split(name, data, train)
     if train.held_out is not None:
@@ -115,12 +148,7 @@ def _same_split(name: str, data: DataConfig, train: DataConfig) -> Iterator[str]
     by the name of a source, its number of rows, and the number of rows to hold out."""
     if (data.sources, data.held_out) == (train.sources, train.held_out):
         return
-    shared = [
-        (source, trained)
-        for source in data.sources
-        for trained in train.sources
-        if source.identities & trained.identities
-    ]
+    shared = _shared(data, train)
     if not shared:
         return
     if train.held_out is None:
@@ -151,6 +179,14 @@ def _same_split(name: str, data: DataConfig, train: DataConfig) -> Iterator[str]
                 f"the same held_out and the same sources in both"
             )
             return
+
+
+def _shared(data: DataConfig, train: DataConfig) -> list[tuple[SourceConfig, SourceConfig]]:
+    """Return the pairs of a source of ``data`` and one of ``train`` that read the same files."""
+    pairs = product(data.sources, train.sources)
+    return [
+        (source, trained) for source, trained in pairs if source.identities & trained.identities
+    ]
 
 
 def _read_once(train: DataConfig, sections: Sequence[tuple[str, DataConfig]]) -> Iterator[str]:

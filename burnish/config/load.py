@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from burnish.config.base import Node, on_off
 from burnish.config.equivalents import advice_on
 from burnish.config.explain import explain, meant_by, nearest
+from burnish.config.held_out import derived_split, renew_split
 from burnish.config.job import WITHOUT_RULES, JobConfig
 from burnish.config.launch import launched_rank, use_launched_ranks
 from burnish.config.older import (
@@ -117,12 +118,14 @@ def _load(
     corrected = None
     if rank is not None and resumed:  # before the overrides, which may not contradict it
         problems += use_launched_ranks(tree, rank, resumed=True)
+    derived = derived_split(tree)
     for override in overrides:
         try:
             apply_override(tree, override, cls)
         except OverrideError as error:
             problems.append(str(error))
         moved += [*adam_values.restore(tree), *move_older_keys(tree, cls)]
+    renew_split(tree, derived)
     if rank is not None:
         problems += use_launched_ranks(tree, rank, resumed=False)
     try:

@@ -183,6 +183,54 @@ def test_a_smaller_set_of_the_same_file_is_part_of_the_held_out_rows(tmp_path: P
     assert len(few) == 2 and not set(few) & set(where(config.data))
 
 
+@pytest.mark.parametrize("job", ["sft", "rm", "preference", "distill", "rl"])
+def test_the_rows_of_eval_data_are_those_that_the_recipe_names(tmp_path: Path, job: str) -> None:
+    """``data`` holds out 6 of two files with 20 rows each, so 3 of each."""
+    a, b, other = (rows_file(tmp_path, 20, name) for name in ("a", "b", "other"))
+    tree = recipe(job, a) | {"data": {"sources": [a, b], "held_out": 6}}
+
+    def load(keys: dict[str, Any]) -> Any:
+        return load_config(tree | {"eval": {"data": keys}})
+
+    for keys, count in (
+        ({}, 6),
+        ({"held_out": 2}, 2),
+        ({"sources": [b], "held_out": 3, "part": "held_out"}, 3),
+        ({"sources": [a, b], "held_out": 6, "part": "held_out"}, 6),
+    ):
+        config = load(keys)
+        rows = where(config.eval.data)
+        assert len(rows) == count and not set(rows) & set(where(config.data))
+    for keys, problem in (
+        ({"held_out": 9}, "eval.data.held_out=9 would hold out other rows"),
+        ({"held_out": None}, "part=held_out needs held_out"),
+        ({"part": "train"}, "set eval.data.part=held_out, or remove held_out"),
+        ({"part": "train", "held_out": None}, "part=train would evaluate trained rows"),
+        ({"sources": [b]}, "part=train would evaluate trained rows"),
+        ({"sources": [b], "held_out": 4, "part": "held_out"}, "eval.data.held_out=4"),
+        ({"sources": [other], "held_out": 3, "part": "held_out"}, "both give rows"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load(keys)
+
+
+def test_a_resolved_recipe_evaluates_the_rows_that_changed_data_hold_out(tmp_path: Path) -> None:
+    path, other = rows_file(tmp_path, 20), rows_file(tmp_path, 10, "other")
+    saved = json.loads(load_config(recipe("sft", path, held_out=5)).model_dump_json())
+    for overrides in (
+        ["data.held_out=8"],
+        ["data.held_out=3"],
+        [f"data.sources=[{other}]"],
+        ["data.sources.0.max_samples=12", "eval.data.held_out=2"],
+    ):
+        config: Any = load_config(saved, overrides)
+        assert config.eval.data.sources == config.data.sources
+        named = "eval.data.held_out=2" in overrides
+        assert config.eval.data.held_out == (2 if named else config.data.held_out)
+    with pytest.raises(ConfigError, match=r"data.held_out is not set"):
+        load_config(saved, ["data.held_out=null"])
+
+
 def test_a_file_with_held_out_rows_is_not_trained_again_by_another_source(tmp_path: Path) -> None:
     path = rows_file(tmp_path, 20)
     twice = [path, {"path": path, "name": "again"}]

@@ -16,6 +16,7 @@ from metamorphic.base import Draw, equal, relation
 
 from burnish.config import load_config
 from burnish.data.batches import BatchStream, load_batch
+from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import open_rows
 from burnish.models.load import load_tokenizer
 from burnish.preflight.usable import usable_rows
@@ -70,8 +71,8 @@ def planned_rows_are_trained(draw: Draw) -> None:
 
 @relation
 def held_out_rows_are_not_trained(draw: Draw) -> None:
-    """No held-out part has a row of the training part of the same file, or the recipe is refused.
-    Exact: places of rows are compared."""
+    """No held-out part has a row of the training part of the same file, and it has the sources,
+    number and part that the recipe sets, or the recipe is refused. Exact: places are compared."""
     rng = draw.rng
     rows = [{"prompt": f"{i}=", "response": str(i)} for i in range(rng.randint(6, 30))]
     path = _written(draw.folder / "rows.jsonl", rows)
@@ -82,8 +83,12 @@ def held_out_rows_are_not_trained(draw: Draw) -> None:
         return {"sources": [source], "held_out": rng.choice([2, 3, 0.3]), **more}
 
     data, few = section(), section(part="held_out")
-    draw.note(data=data, few=few)
-    config = _recipe(data, eval={"sets": {"few": few}})
+    others = {"sources": [_written(draw.folder / "other.jsonl", rows)]}
+    keys = rng.choice([{}, {}, few, few | others, {"held_out": 2}, {"held_out": None}, others])
+    draw.note(data=data, few=few, keys=keys)
+    config = _recipe(data, eval={"data": keys, "sets": {"few": few}})
+    written = SFTDataConfig.model_validate({**data, **keys}).model_dump(include=set(keys))
+    equal(config.eval.data.model_dump(include=set(keys)), written, "keys of eval.data")
     trained, *held = (
         {source[i].where for source in open_rows(part) for i in range(len(source))}
         for part in (config.data, config.eval.data, config.eval.sets["few"])

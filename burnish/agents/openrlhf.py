@@ -29,8 +29,9 @@ class EpisodeEndedError(RuntimeError):
 async def agent(task: dict[str, Any], endpoint: Any, *, path: str, **options: Any) -> float:
     """Play one episode with the agent file ``path``. Return the sum of its rewards.
 
-    ``options``: ``tokenizer`` (folder or hub name, for an ``AgentExecutor``), and ``max_length``
-    and ``max_tokens``, which agents may read.
+    ``options``: ``tokenizer`` (folder or hub name, for an ``AgentExecutor``), ``max_length``
+    (tokens of a conversation), and ``max_tokens`` (of a response; default: ``max_length``), which
+    agents may read. The run's own limits apply, too.
     """
     module = load(path)
     policy = Policy(endpoint)
@@ -42,7 +43,7 @@ async def agent(task: dict[str, Any], endpoint: Any, *, path: str, **options: An
         task["prompt_text"],
         task["label"],
         sampling,
-        max_length=options.get("max_length", 1 << 20),
+        max_length=options["max_length"],
         hf_tokenizer=tokenizer(options.get("tokenizer")),
         llm_engine=policy,
     )
@@ -93,9 +94,8 @@ def number(value: Any) -> float:
 
 def sampling_params(options: dict[str, Any]) -> Any:
     """Return an object like vLLM's ``SamplingParams``. The run's own parameters apply."""
-    return types.SimpleNamespace(
-        max_tokens=options.get("max_tokens", 1024), temperature=1.0, top_p=1.0, logprobs=1, n=1
-    )
+    max_tokens = options.get("max_tokens", options["max_length"])
+    return types.SimpleNamespace(max_tokens=max_tokens, temperature=1.0, top_p=1.0, logprobs=1, n=1)
 
 
 @lru_cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_session import TOKENIZER, check_rows, run_tasks
+from agent_session import TOKENIZER, check_rows, run_tasks, says
 from pydantic import TypeAdapter
 
 from burnish.agents.functions import FunctionAgents
@@ -67,6 +67,18 @@ def test_an_executor_of_openrlhf_works_on_token_ids(tmp_path: Path) -> None:
     assert columns["plain_text"] and not any("train" in m for m in columns["messages"])
     text = "".join(message["content"] for message in columns["messages"])
     assert text + "<|im_end|>" == TOKENIZER.decode([*row.prompt_ids, *row.response_ids])
+
+
+def test_an_executor_of_openrlhf_has_the_limits_of_the_run(tmp_path: Path) -> None:
+    """An agent that passes its sampling parameters on gets the entire response."""
+    TOKENIZER.save_pretrained(tmp_path)
+    agent = tmp_path / "passes_on.py"
+    own = FOLDER / "openrlhf_executor.py"
+    agent.write_text(own.read_text().replace("sampling_params.max_tokens = 20", ""))
+    agents, task = openrlhf(str(agent), tmp_path), {"prompt": "2+2=", "label": None}
+    (result,), _ = run_tasks(agents, [task], LIMITS, says(lambda _: "x" * 1100), turn_tokens=1800)
+    first = result.calls[0].completion
+    assert (len(first.token_ids), first.finish_reason) == (1101, "stop")
 
 
 def test_a_file_without_an_agent_is_refused_at_start() -> None:
@@ -193,7 +205,8 @@ def test_workers_elsewhere_get_absolute_paths_of_files(
         Path(name).touch()
     agent = AgentEpisodes(agent="openrlhf:own.py", max_tokens=99)
     options = agent_spec(agent, ModelConfig(path="model")).options
-    assert options == {"path": f"{tmp_path}/own.py", "tokenizer": f"{tmp_path}/model"}
+    placed = {"path": f"{tmp_path}/own.py", "tokenizer": f"{tmp_path}/model"}
+    assert options == placed | {"max_length": 99}
     hub = agent_spec(agent, ModelConfig(path="model", tokenizer_path="org/name")).options
     assert hub["tokenizer"] == "org/name"
     servers = {

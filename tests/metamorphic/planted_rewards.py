@@ -97,7 +97,13 @@ def plain_sums_decide(patch: Patch) -> None:
     patch.setattr(rl, "GroupFilter", lambda config, each_reward: own(config))
 
 
+def short_names_are_products(patch: Patch) -> None:
+    """A label of three letters is a product."""
+    patch.setattr(math_text, "_is_word", lambda letters: False)
+
+
 PLANTED = {
+    "names_are_their_letters_in_order": (short_names_are_products, tuple(range(12))),
     "marks_around_numbers_are_no_part_of_them": (formulas_have_no_sign, tuple(range(60))),
     "groups_that_differ_in_training_are_kept": (plain_sums_decide, tuple(range(60))),
     "numbers_are_their_values": (bases_are_ignored, tuple(range(12))),

@@ -130,6 +130,21 @@ def marks_around_numbers_are_no_part_of_them(draw: Draw) -> None:
     equal(math_reward().score(items), [1.0, 0.0], "scores")
 
 
+@relation
+def names_are_their_letters_in_order(draw: Draw) -> None:
+    """A label that is a name of any length equals itself at every place of an answer, and no other
+    order of its letters. Exact."""
+    rng = draw.rng
+    name = rng.choice("bdgklmprs") + rng.choice("aeiou") + rng.choice("bdgklmnprst")
+    name += "".join(rng.choices("aeilnorst", k=rng.choice([0, 0, 1, 3])))
+    write = draw.one(write=[str.title, str.title, str.upper])
+    other = name[::-1] if name[::-1] != name else name[1:] + name[0]
+    at = draw.one(at=AT)
+    draw.note(name=name, other=other)
+    items = [_item(write(name), at.format(write(text))) for text in (name, other)]
+    equal(math_reward().score(items), [1.0, 0.0], "scores")
+
+
 # ---- code ----------------------------------------------------------------------------------------
 
 PROGRAMS = {

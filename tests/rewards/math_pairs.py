@@ -314,6 +314,57 @@ TEXT = [
     ("5", "The answer is five.", True),
 ]
 
+LETTERS = [
+    *(
+        (word, form.format(word), True)
+        for word in (
+            *("Tom", "Sam", "Ann", "Bob", "Amy", "Max", "Al", "Ed", "Jo Lee", "sun", "Mon", "cat"),
+            *("ice", "owl", "sky", "left", "tan", "USA", "ACB", "IV", "ab", "xy", "mgh", "AB", "x"),
+        )
+        for form in (
+            *("The answer is {}.", r"\boxed{{{}}}", "Answer: {}", "So it is {}", "**{}**"),
+            *("#### {}", "<answer>{}</answer>", r"The result is \boxed{{\text{{{}}}}}."),
+        )
+    ),
+    *(
+        (label, rf"\boxed{{{answer}}}", False)
+        for label, answer in (
+            *(("May", "Amy"), ("Nia", "Ian"), ("Nan", "Ann"), ("Ave", "Eva"), ("Al", "La")),
+            *(("cat", "act"), ("CAT", "ACT"), ("ACB", "BCA"), ("ABC", "CAB"), ("ABCD", "BADC")),
+            *(("IV", "VI"), ("on", "no"), ("left", "felt"), ("tan", "ant"), ("dog", "god")),
+            *(("Tom", "Thomas"), ("Tom Lee", "Moe Tell"), ("Max", "Min"), ("Eat", "Tea")),
+            *(
+                ("ab", "2ab"),
+                ("ab", "ac"),
+                ("x", "2x"),
+                ("xy", "x+y"),
+                ("2ab", "ab"),
+                ("ab", "cab"),
+            ),
+        )
+    ),
+    ("GOD", "#### DOG", False),
+    (r"The pet is \boxed{dog}", "#### god", False),
+    ("ABC", "The answer is CAB", False),
+    ("Tom", "The answer is Thomas.", False),
+    ("Tom", "It is not Tom", False),
+    ("Tom", "It is Bob or Tom", False),
+    *(
+        (label, rf"\boxed{{{answer}}}", True)
+        for label, answer in (
+            *(("ab", "ba"), ("xy", "yx"), ("abc", "bca"), ("xyz", "zyx"), ("mgh", "ghm")),
+            *(("ab", r"a \cdot b"), ("AB", "BA")),
+            *(("$abc$", "cab"), ("pi", r"\pi"), ("alpha", r"\alpha"), ("A and C", "A, C")),
+            *(("x", "y = x"), ("sin x", r"\sin x"), ("Pi", r"\pi")),
+        )
+    ),
+    ("ab", "The answer is 2 ab.", False),
+    ("ab", "So it is x + ab", False),
+    ("x", "The answer is cos x", False),
+    ("x", "The answer is not x", False),
+    ("ab", "The answer is $ba$.", True),
+]
+
 DATES = [
     ("2017-03-05", "2017", False),
     ("2017-03-05", r"\boxed{2017}", False),
@@ -508,11 +559,13 @@ KNOWN_DISAGREEMENTS = [
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
     ("14", "The answer is not 13 but 14.", True),  # the first quantity after "answer is"
     ("2 m", r"\boxed{200 \text{ cm}}", True),  # units are compared, not converted
+    ("2ab", r"\boxed{2ba}", True),  # letters after a number are a unit
+    ("a b c", r"\boxed{abc}", True),  # "a" is an article
 ]
 
 PAIRS: list[tuple[Any, str, bool]] = [
     *GSM8K, *SEVERAL_ANSWERS, *FULL_STOPS,
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
-    *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *DATES, *AS_MODELS_WRITE, *HEDGED, *SCALES,
-    *QUOTED,    *KNOWN_DISAGREEMENTS,
+    *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
+    *HEDGED, *SCALES, *QUOTED, *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

@@ -82,8 +82,8 @@ def test_equal_as_mathematics_is_1_and_anything_else_0(
 def test_more_than_97_of_100_answers_are_scored_as_by_a_person(
     shared: MathReward, make_group: MakeGroup
 ) -> None:
-    """328 pairs; all but the 5 that are listed as known to differ (98.5%) agree. Every pair that is
-    fixed has to be taken from that list."""
+    """All pairs but those that are listed as known to differ agree. Every pair that is fixed has
+    to be taken from that list."""
     items = [
         _items(make_group(i, [text], label=label))[0] for i, (label, text, _) in enumerate(PAIRS)
     ]

@@ -15,8 +15,9 @@ class MathReward(RewardSettings):
     last box, ``<answer>``, ``####`` or text after "answer is"; else the last formula or number.
     Boxes with only spaces, punctuation, "and" or "or" between them are one answer, a list.
     Quotes and backticks around an answer are not part of it, and "negative 7" is -7. Labels that
-    are words or dates are compared as text. Missing labels, lists of several and sentences are
-    data errors."""
+    are words, names (``Tom``, ``USA``, ``IV``) or dates are compared as text; of a few letters,
+    ``x``, ``ab``, ``mgh`` and ``AB`` are also products. Missing labels, lists of several and
+    sentences are data errors."""
 
     reads_label: ClassVar[bool] = True
 

@@ -67,9 +67,18 @@ _MATH_WORDS = frozenset(
         "oo"
     )
 )
-_SHORT_WORDS = frozenset(
-    {"yes", "no", "odd", "all", "red", "mon", "tue", "wed", "thu", "fri", "sat", "sun", "dne"}
+_CONSTANTS = frozenset(
+    _WORD.findall("pi infty infinity inf oo emptyset alpha beta gamma lambda phi")
 )
+_SHORT_WORDS = frozenset(
+    _WORD.findall("yes no odd all red mon tue wed thu fri sat sun dne on up it he us we")
+)
+_LETTERS = Form(r"[A-Za-z]+(?: +[A-Za-z]+)*")
+_CONNECTIVES = frozenset({"and", "or"})
+_VOWEL = Pattern(r"[aeiouy]")
+_PRODUCT = Form("a?b?c?d?k?m?n?p?q?r?x?y?z?")
+"""Lowercase letters that are usual in algebra, in the order in which a product is written."""
+_ROMAN = Form(r"[IVX]{2,}")
 _MOST_WORDS = 8
 _MARKS = 20
 """Only this many of the last occurrences of "answer is" are examined."""
@@ -281,7 +290,34 @@ def _is_words(text: str, words: str) -> bool:
     all_words = _WORD.findall(words)
     named = [w for w in all_words if w not in _MATH_WORDS]
     wrapped = _WRAPPED.match(text) is not None
-    return any(len(w) > 3 or w in _SHORT_WORDS or wrapped for w in named)
+    if any(len(w) > 3 or w in _SHORT_WORDS or wrapped for w in named):
+        return True
+    letters = text.strip(" .*").split()
+    if not _LETTERS.fullmatch(" ".join(letters)):
+        return False
+    if len(letters) == 1 and letters[0].lower() in _MATH_WORDS:
+        return letters[0].lower() not in _CONSTANTS
+    return any(_is_word(word) for word in letters if word.lower() not in _MATH_WORDS)
+
+
+def _is_word(letters: str) -> bool:
+    """Return whether letters without a sign are a name or a word rather than a product.
+
+    >>> [_is_word(text) for text in ("Tom", "Al", "USA", "IV", "cat", "ice")]
+    [True, True, True, True, True, True]
+    >>> [_is_word(text) for text in ("x", "ab", "abc", "kxy", "mgh", "AB", "Mg", "kW", "and")]
+    [False, False, False, False, False, False, False, False, False]
+    """
+    if len(letters) < 2 or letters.lower() in _CONNECTIVES:
+        return False
+    if letters.isupper():
+        return len(letters) > 2 or _ROMAN.fullmatch(letters) is not None
+    has_vowel = _VOWEL.search(letters.lower()) is not None
+    if letters.istitle():
+        return len(letters) > 2 or has_vowel
+    if not letters.islower() or len(letters) == 2:
+        return False
+    return has_vowel and _PRODUCT.fullmatch(letters) is None
 
 
 def read_date(text: str) -> tuple[str, bool] | None:
@@ -313,6 +349,8 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
     answer = last_answer(text)
     if label.kind == "words":
         return _same_words(label.text, text, answer)
+    if _LETTERS.fullmatch(label.text) and _has_letters(label.text.lower(), text, answer):
+        return True
     if label.kind == "date":
         date = read_date(_words(text if answer is None else answer.text))
         return date is not None and date[0] == label.text
@@ -361,6 +399,18 @@ def _same_words(label: str, text: str, answer: Answer | None) -> bool:
     if _CHOICE.fullmatch(label):
         return _choice(answer_words) == label
     return answer_words == label or (_ends_with(answer_words, label) and not answer.firm)
+
+
+def _has_letters(label: str, text: str, answer: Answer | None) -> bool:
+    """Return whether the answer is the letters of a label: math-verify reads no product in a
+    sentence. The end of a sentence counts only after a word, not in ``2 ab``."""
+    words = _words(text.strip().rpartition("\n")[2] if answer is None else answer.text)
+    if words == label:
+        return True
+    if (answer is not None and answer.firm) or not _ends_with(words, label):
+        return False
+    before = words.removesuffix(" " + label).split()[-1].rstrip(":,")
+    return len(before) > 1 and before.isalpha() and before not in _MATH_WORDS
 
 
 def _ends_with(answer_words: str, label: str) -> bool:

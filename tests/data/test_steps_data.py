@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.sources import DataError
 from burnish.data.steps.config import StepsDataConfig
+from burnish.data.steps.encode import without_separator
 from burnish.models.load import load_tokenizer
 from burnish.rewards.model.reward import step_ends
 from burnish.types import Batch
@@ -114,6 +116,7 @@ def test_the_column_of_steps_is_found_by_either_of_its_usual_names(config, token
         ({"completions": [], "labels": []}, "the list"),
         ({"completions": ["1", " "]}, "step 1 is ' '"),
         ({"completions": ["1", 3]}, "step 1 is 3"),
+        ({"completions": [";", "3"]}, "only a part of step_separator"),
         ({"prompt": ""}, "the prompt is empty"),
     ],
 )
@@ -191,6 +194,29 @@ def test_training_rows_are_split_where_rewards_split_them(config, tokenizer) -> 
     prompt = int(batch.prompt_lens[0])
     places = (batch.action_mask.nonzero()[:, 0] - prompt).tolist()
     assert step_ends(tokenizer, batch.tokens[prompt:].tolist(), ";") == places
+
+
+@pytest.mark.parametrize("separator", [";", "\n\n", ";;", "+;+", "; ;"])
+@pytest.mark.parametrize("ends", [True, False])
+def test_random_steps_are_split_where_rewards_split_them(
+    config, tokenizer, separator, ends
+) -> None:
+    """Steps that end with the separator, or with any part of it, have the same ends in both."""
+    rng = random.Random(separator)
+    for _ in range(60):
+        steps = [
+            f"{k}{''.join(rng.choices([*separator, separator], k=rng.randrange(4)))}"
+            for k in range(rng.randint(1, 4))
+        ]
+        steps = [step for step in steps if separator not in without_separator(step, separator)]
+        if not steps:
+            continue
+        row = {"prompt": "1=", "completions": steps, "labels": [1] * len(steps)}
+        made = config([row], step_separator=separator, add_end_token=ends)
+        batch = load_batch(made, tokenizer)
+        prompt = int(batch.prompt_lens[0])
+        places = (batch.action_mask.nonzero()[:, 0] - prompt).tolist()
+        assert step_ends(tokenizer, batch.tokens[prompt:].tolist(), separator) == places, steps
 
 
 def test_a_token_that_reaches_beyond_the_separator_ends_the_step() -> None:

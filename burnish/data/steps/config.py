@@ -31,8 +31,8 @@ class StepsDataConfig(DataConfig, RewardData):
     """Column with a label per step. Hard: true or false, 1 or 0, ``+`` or ``-``, ``good`` or
     ``bad``. Soft: the probability in [0, 1] that the step is correct."""
     step_separator: str = Field("\n", min_length=1)
-    """Text appended to steps that do not end with it, except a last step with an end token. Rewards
-    split responses at it."""
+    """Text after each step, except a last step with an end token. A separator, or a part of it, at
+    the end of a step is replaced. Rewards split responses at it."""
     add_end_token: bool = True
     """Append the end token to the last step, as in sampled responses. False: append the separator
     (rows that stop within a solution)."""

@@ -77,12 +77,26 @@ class StepsEncoder:
         prompt_len, ends = len(ids), []
         for k, step in enumerate(steps):
             last = k == len(steps) - 1 and config.add_end_token
-            text = step if last else step.removesuffix(config.step_separator)
-            text += "" if last else config.step_separator
+            text = self._text(step, k, last=last)
             ids, _ = encode_completion(tokenizer, ids, text, prompt=before, add_eos=last)
             before += text
             ends.append(len(ids) - 1)
         return Solution(ids, prompt_len, ends, labels)
+
+    def _text(self, step: str, k: int, *, last: bool) -> str:
+        """Return a step as rewards split it: the separator occurs first at its end. The ``last``
+        step before an end token may have one, with nothing behind it."""
+        separator = self._config.step_separator
+        text = without_separator(step, separator)
+        if not text.strip():
+            raise DataError(
+                f"step {k} is {step!r}, only a part of step_separator={separator!r}; drop "
+                "the step, or choose another separator"
+            )
+        if not last:
+            return text + separator
+        behind = step.removeprefix(text).strip()
+        return step if separator not in step or behind in ("", separator.strip()) else text
 
     def length(self, item: Solution) -> int:
         return len(item.ids)
@@ -125,7 +139,7 @@ class StepsEncoder:
             if not isinstance(step, str) or not step.strip():
                 raise DataError(f"step {k} is {step!r}; a step is a text that is not empty")
         separator = self._config.step_separator
-        inside = [k for k, s in enumerate(steps) if separator in s.removesuffix(separator)]
+        inside = [k for k, s in enumerate(steps) if separator in without_separator(s, separator)]
         if inside and not self._warned:
             self._warned = True
             _log.warning(
@@ -141,6 +155,20 @@ class StepsEncoder:
         if isinstance(labels, str) or not isinstance(labels, Sequence):
             raise DataError(f"column {key!r} (labels_key) holds {labels!r}, not a list of labels")
         return [_label(label, key, k) for k, label in enumerate(labels)]
+
+
+def without_separator(step: str, separator: str) -> str:
+    """Return ``step`` without separators and parts of them at its end.
+
+    >>> without_separator("x\\n", "\\n\\n"), without_separator("a;b;", ";")
+    ('x', 'a;b')
+    """
+    text = step
+    while True:
+        overlap = (text + separator).find(separator, max(0, len(text) - len(separator)))
+        if overlap == len(text):
+            return text
+        text = text[:overlap]
 
 
 def _label(value: Any, key: str, step: int) -> float:

@@ -146,6 +146,6 @@ class _DistillLogprobs(torch.autograd.Function):
                 del log_p, log_q
                 grad[:, :size] += slope.mul_(of_divergence[rows, None] / distill_target.temperature)
                 del slope
-            sums.add(rows, work.head.projection_grad_(grad, capped))
+            sums.add(rows, work.head.transform.backward_(grad, capped))
             del grad, capped
         return (*sums.gradients(), None)

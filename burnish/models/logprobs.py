@@ -4,17 +4,21 @@ Logits are computed in chunks of ``chunk_tokens``, reduced in fp32, discarded, a
 backward. The last chunk is kept, because backward processes it first. Above the fp32 gradient of
 the weight, peak memory is 2.3 ``[chunk, vocab]`` fp32 buffers (4.5 if the loss contains entropies)
 instead of ``[tokens, vocab]``, at the cost of a second output projection of the other chunks.
+
+On a GPU, Triton kernels (``fused_head.py``) replace PyTorch's operations. Then it is one buffer in
+the compute dtype, of at most 0.7 GB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from burnish.models.fused_head import FusedHead, Softmax, Transform, Upstream
 from burnish.models.half_linear import is_slow_half, linear, wide_matmul
 from burnish.models.logit_scaling import UNSCALED, LogitScaling
 
@@ -45,20 +49,17 @@ class Head:
     temperature: float = 1.0
     chunk_tokens: int = CHUNK_TOKENS["cpu"]
     scaling: LogitScaling = UNSCALED
+    fused: FusedHead | None = None
+    """Kernels for log-probs over the full vocabulary. None: PyTorch's operations."""
+
+    @property
+    def transform(self) -> Transform:
+        """The logits of the projection's outputs."""
+        return Transform(self.scaling, self.temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the fp32 logits [K, V] of ``hidden`` [K, H]."""
-        logits = self.scaling.apply_(linear(hidden, self.weight, self.bias).float())
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
-
-    def projection_grad_(self, grad: Tensor, logits: Tensor | None) -> Tensor:
-        """Backpropagate ``grad`` [K, V] of the logits to the projection's output, in place.
-
-        ``logits`` [K, V] are those returned by :meth:`logits`; None is allowed without a softcap.
-        """
-        if self.temperature != 1.0:
-            grad = grad.div_(self.temperature)
-        return self.scaling.backward_(grad, logits, temperature=self.temperature)
+        return self.transform.logits_(linear(hidden, self.weight, self.bias).float())
 
 
 def token_logprobs(
@@ -82,6 +83,11 @@ def token_logprobs(
     """
     order = entropy_order if with_entropy else 0
     assert order < 2 or not torch.is_grad_enabled(), "only Shannon's entropy has a gradient"
+    if head.fused is not None and head.fused.on and kept_ids is None and order < 2:
+        logprobs, entropy = _FusedLogprobs.apply(
+            hidden, head.weight, head.bias, targets.contiguous(), head, with_entropy
+        )
+        return logprobs, entropy
     logprobs, entropy = _TokenLogprobs.apply(
         hidden, head.weight, head.bias, targets, head, order, kept_ids
     )
@@ -160,9 +166,59 @@ class _TokenLogprobs(torch.autograd.Function):
             capped = None
             if head.scaling.softcap is not None:
                 capped = log_p.add_(log_norm[rows, None])  # restores the logits
-            sums.add(rows, head.projection_grad_(grad, capped))
+            sums.add(rows, head.transform.backward_(grad, capped))
             del log_p, grad, capped  # freed before the next chunk exists
         return (*sums.gradients(), None, None, None, None)
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    """Log-probs by the kernels of ``head.fused``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert head.fused is not None
+        softmax = Softmax.empty(hidden, with_entropy=with_entropy)
+        outputs = None
+        for begin in range(0, hidden.shape[0], head.fused.chunk_tokens):
+            outputs = None  # freed before the next chunk exists
+            rows = slice(begin, begin + head.fused.chunk_tokens)
+            outputs = linear(hidden[rows], weight, bias)
+            head.fused.reduce(outputs, targets[rows], head.transform, softmax.rows(rows))
+        saved = hidden, weight, bias, targets, softmax.log_norm, softmax.entropy
+        ctx.save_for_backward(*saved)
+        ctx.head, ctx.last_outputs = head, outputs
+        ctx.set_materialize_grads(False)
+        return softmax.logprobs, softmax.entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_norm, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = (None if x is None else x.contiguous() for x in grads)
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(log_norm)
+        softmax, upstream = Softmax(log_norm, log_norm, entropy), Upstream(of_logprobs, of_entropy)
+        head: Head = ctx.head
+        assert head.fused is not None
+        needed, wide = ctx.needs_input_grad[:3], head.fused.kernels.accumulate
+        sums = HeadGradients(hidden, weight, bias, needed=needed, accumulate=wide)
+        for begin in reversed(range(0, hidden.shape[0], head.fused.chunk_tokens)):
+            rows = slice(begin, begin + head.fused.chunk_tokens)
+            outputs, ctx.last_outputs = ctx.last_outputs, None
+            if outputs is None:
+                outputs = linear(hidden[rows], weight, bias)
+            chunk = outputs, targets[rows], head.transform
+            head.fused.backward_(*chunk, softmax.rows(rows), upstream.rows(rows))
+            sums.add(rows, outputs)
+            del outputs, chunk  # freed before the next chunk exists
+        return (*sums.gradients(), None, None, None)
 
 
 def _bounded(log_p: Tensor) -> Tensor:
@@ -179,9 +235,17 @@ class HeadGradients:
     logit gradients."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, needed: Sequence[bool]
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        needed: Sequence[bool],
+        accumulate: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
-        """Allocate the gradients that are needed. ``needed``: flags for hidden, weight and bias."""
+        """Allocate the gradients that are needed. ``needed``: flags for hidden, weight and bias.
+        ``accumulate``: that of ``HeadKernels``."""
+        self._accumulate = accumulate or _add_matmul
         self._hidden_states, self._weight, self._bias = hidden, weight, bias
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
@@ -190,14 +254,15 @@ class HeadGradients:
             self._of_bias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add(self, rows: slice, grad: Tensor) -> None:
-        """Add the contribution of ``grad`` [k, V] fp32, the gradient of the logits of ``rows``."""
+        """Add the contribution of ``grad`` [k, V], the gradient of the projection's outputs of
+        ``rows``."""
         low = grad.to(self._hidden_states.dtype)
         if self._of_hidden is not None:
             _matmul_into(self._of_hidden[rows], low, self._weight)
         if self._of_weight is not None:
-            _add_matmul(self._of_weight, low, self._hidden_states[rows])
+            self._accumulate(self._of_weight, low, self._hidden_states[rows])
         if self._of_bias is not None:
-            self._of_bias += grad.sum(0)
+            self._of_bias += grad.sum(0, dtype=torch.float32)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden, weight and bias, each in its tensor's dtype."""

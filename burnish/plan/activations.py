@@ -32,6 +32,7 @@ from burnish.messages import library_text
 from burnish.models.attention import PackedPlan, plan_segments
 from burnish.models.auto_class import language_model_class
 from burnish.models.flash import FlashSwitch
+from burnish.models.fused_head import SIZES_ONLY, FusedHead
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import DTYPES, choose_attention
 from burnish.models.logprobs import CHUNK_TOKENS, Head, token_logprobs
@@ -74,6 +75,9 @@ class Pass:
     """Attention kernels of the GPU. None: the pass runs on a CPU."""
     flash: bool = False
     """True if attention is computed by FlashAttention, without masks and repeated keys."""
+    fused_chunk_tokens: int | None = None
+    """Tokens per chunk of log-probs by the Triton kernels of ``models/fused_head.py``. None: by
+    PyTorch's operations, in chunks of ``chunk_tokens``."""
 
     @property
     def tokens(self) -> int:
@@ -84,6 +88,12 @@ class Pass:
     def actions(self) -> int:
         """Number of tokens with a log-prob."""
         return sum(r.length - max(r.prompt, 1) for r in self.rows)
+
+    @property
+    def head_chunk(self) -> int:
+        """Tokens per chunk of the log-probs that the pass computes."""
+        fused = self.fused_chunk_tokens
+        return self.chunk_tokens if fused is None or self.kept_ids else fused
 
 
 def fake_plan(work: Pass) -> PackedPlan | None:
@@ -397,11 +407,13 @@ class _Trace:
             outputs = [torch.nn.functional.linear(at_reads.float(), head.weight.float())[:, 0]]
         else:
             at_reads, weight, bias = with_dropout(self.model.get_output_embeddings(), at_reads)
+            fused = work.fused_chunk_tokens
             head = Head(
                 weight,
                 bias,
                 temperature=0.5,
                 chunk_tokens=work.chunk_tokens,
+                fused=None if fused is None else FusedHead(SIZES_ONLY, fused),
             )
             outputs = self._log_probs(at_reads.to(head.weight.dtype), read, head)
         self.output = float(max(self.output, self.live.peaks["forward"][0] - before))
@@ -416,7 +428,8 @@ class _Trace:
         """Return the log-probs of the first chunks only, because further chunks are identical.
         During backward, a tensor of the size of the other chunks' hidden-state gradients is held
         instead."""
-        work, few = self.work, _CHUNKS * head.chunk_tokens
+        work = self.work
+        few = _CHUNKS * work.head_chunk
         kept_ids = None
         if work.kept_ids:
             of_tokens = torch.zeros(work.tokens, work.kept_ids, dtype=torch.int32)

@@ -169,8 +169,10 @@ def by_formula(setup: EngineSetup, work: Pass) -> Peaks:
     head = 0.0
     if not shape.scalar:
         vocabulary = shape.vocab_size
-        buffers = 4.5 if work.entropy_gradient else 2.3  # counted in models/logprobs.py
-        head = buffers * 4 * min(work.chunk_tokens, work.actions) * vocabulary
+        buffers = 4 * (4.5 if work.entropy_gradient else 2.3)  # counted in models/logprobs.py
+        if work.fused_chunk_tokens is not None and not work.kept_ids:
+            buffers = size  # one, in the compute dtype
+        head = buffers * min(work.head_chunk, work.actions) * vocabulary
         head += (4.0 + size) * vocabulary * hidden if work.train and not work.lora else 0.0
     other = saved + max(layer + stream, head)
     sums = SIZES[work.grad_accum_dtype] if work.dtype != "fp32" else 4

@@ -18,6 +18,7 @@ from burnish.config.sync import LinkSync, SyncConfig
 from burnish.host_copies import BUFFER_BYTES
 from burnish.models.attention_kernel import Use, choose_kernel
 from burnish.models.auto_class import language_model_class
+from burnish.models.fused_head import device_problem, fused_chunk_tokens
 from burnish.models.load import ModelError
 from burnish.models.logprobs import chunk_tokens
 from burnish.models.tensor_parallel import check_head_counts, shard_dims
@@ -208,6 +209,16 @@ def _update_rows(
     return uniform_rows(len(first) * unit, length, prompt, group=group)
 
 
+def _fused_chunk_tokens(context: Context, setup: EngineSetup, role: TrainRole) -> int | None:
+    """Return the tokens per chunk of log-probs by Triton kernels; None: a role does not use
+    them."""
+    problem = device_problem(context.hardware.kernels)
+    if role.head != "lm" or role.distillation is not None or problem is not None:
+        return None
+    tokens, size = setup.train.logprob_chunk_tokens, SIZES[setup.precision.dtype]
+    return fused_chunk_tokens(tokens, setup.shape.vocab_size, size)
+
+
 def passes_of(
     context: Context, setup: EngineSetup, role: TrainRole, rows: tuple[RowSize, ...]
 ) -> dict[str, Pass]:
@@ -232,6 +243,7 @@ def passes_of(
         kept_ids=role.kept_ids if role.head == "lm" else 0,
         kernels=context.hardware.kernels,
         flash=choose_kernel(train.attention, setup.shape.config, use).kernel == "flash",
+        fused_chunk_tokens=_fused_chunk_tokens(context, setup, role),
     )
     passes: dict[str, Pass] = {}
     if role.runs_forward_passes:

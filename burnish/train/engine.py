@@ -155,6 +155,7 @@ class BaseTrainEngine(ABC):
         self.optimizer = self._prepare()
         self.attention = self._choose_attention()
         """Attention of the model's passes."""
+        self._choose_head()
         if spec.neftune_noise_alpha:  # after hooks that complete the embedding's output
             self.forward.add_noise(spec.neftune_noise_alpha)
         model.eval()
@@ -172,6 +173,13 @@ class BaseTrainEngine(ABC):
             forward.flash = FlashSwitch(self.spec.role.train.attention == "auto")
         log.info("%s: attention by %s", self.role, choice.sentence)
         return choice
+
+    def _choose_head(self) -> None:
+        """Choose the computation of a language model's log-probs."""
+        if self.scalar:
+            return
+        choice = self.forward.choose_head(self.device, DTYPES[self.spec.role.precision.dtype])
+        log.info("%s: log-probs by %s", self.role, choice.sentence)
 
     # ---- before the model is loaded --------------------------------------------------------
 

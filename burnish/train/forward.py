@@ -23,6 +23,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.attention import NO_MASK, PackedPlan, SequenceParallelPlan, takes_plans
 from burnish.models.distill import DistillTarget, distill_logprobs
 from burnish.models.flash import FlashSwitch
+from burnish.models.fused_head import FusedHead, HeadChoice, choose_head, fused_chunk_tokens
 from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import EntropyOrder, Head, chunk_tokens, token_logprobs
@@ -76,6 +77,8 @@ class Forward:
         self.layout: Layout = train.layout if self.packs else "padded"
         self.flash: FlashSwitch | None = None
         """Switch of FlashAttention, if it is used (``models/attention_kernel.py``)."""
+        self.fused_head: FusedHead | None = None
+        """Kernels of log-probs, if they are used (``models/fused_head.py``)."""
         self.scaling = UNSCALED if self.scalar else logit_scaling(self.body.config)
         self.head = cast(nn.Linear, head)
         """The output projection, or the value head."""
@@ -92,6 +95,15 @@ class Forward:
     def add_noise(self, alpha: float) -> None:
         """Add NEFTune's noise to the input embeddings of later training passes."""
         self.noise = EmbeddingNoise(self.body.get_input_embeddings(), alpha)
+
+    def choose_head(self, device: torch.device, dtype: torch.dtype) -> HeadChoice:
+        """Choose the computation of log-probs over logits in ``dtype``."""
+        vocabulary = int(self.body.config.get_text_config().vocab_size)
+        choice = choose_head(device, dtype, vocabulary, self.scaling)
+        if choice.kernels is not None:
+            tokens = fused_chunk_tokens(self._chunk_tokens, vocabulary, dtype.itemsize)
+            self.fused_head = FusedHead(choice.kernels, tokens)
+        return choice
 
     def _announce(self, batch: Batch, arranged: Arranged) -> None:
         """Tell the noise which rows the next pass has."""
@@ -232,6 +244,7 @@ class Forward:
             temperature=self._temperature,
             chunk_tokens=chunk_tokens(self._chunk_tokens, hidden.device.type),
             scaling=self.scaling,
+            fused=self.fused_head,
         )
         if states is not None:
             assert self.distill_target is not None, "teacher's states, and no lesson to use them in"

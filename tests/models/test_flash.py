@@ -22,7 +22,7 @@ from burnish.models.segments import Segment
 from burnish.train.row_layout import RowSize, place_rows, segments_of
 
 EXACT = 1e-12
-NEEDS_TRITON = "needs triton: CUDA builds of torch bring it, or pip install --no-deps triton"
+NEEDS_TRITON = "needs triton: pip install -c constraints/cpu.txt triton (Linux)"
 
 
 @pytest.fixture(autouse=True, scope="module")

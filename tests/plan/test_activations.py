@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import CONFIG_MAPPING
 
 from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
+from burnish.models.fused_head import BY_TORCH, SIZES_ONLY, FusedHead, HeadKernels
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Kernels
 from burnish.plan.activations import Pass, _trace, fake_plan, key_of, measure
@@ -45,6 +47,19 @@ def batch_of(rows):
     )
 
 
+def unseen(call):
+    """Run kernels without their intermediate tensors, of which Triton's have none."""
+
+    def wrapper(*args):
+        with _disable_current_modes():
+            call(*args)
+
+    return wrapper
+
+
+UNSEEN = HeadKernels(unseen(BY_TORCH.reduce), unseen(BY_TORCH.backward_), SIZES_ONLY.accumulate)
+
+
 def measured(config, work, passes):
     """Return the peak bytes of a real forward_backward, excluding weights, masters and moments."""
     train = TrainConfig(
@@ -59,6 +74,8 @@ def measured(config, work, passes):
         micro_batch_size=len(work.rows),
     )
     engine = TorchTrainEngine(load_causal_lm(config, dtype="fp32"), replace(spec, temperature=0.5))
+    if work.fused_chunk_tokens is not None:
+        engine.forward.fused_head = FusedHead(UNSEEN, work.fused_chunk_tokens)
     batch = batch_of(work.rows * passes)
     if work.kept_ids:
         own_ids = torch.full((batch.tokens.numel(), work.kept_ids), -1, dtype=torch.int32)
@@ -98,6 +115,11 @@ GRID = [
     dict(hidden=64, layers=6, count=4, length=128, chunk_tokens=64, entropy_gradient=False),
     dict(hidden=64, layers=2, count=2, length=128, dtype="bf16", entropy_gradient=False),
     dict(hidden=64, layers=6, count=4, length=128, kept_ids=800, chunk_tokens=64),
+    *(
+        dict(hidden=64, layers=6, count=4, length=128, fused_chunk_tokens=chunk, **more)
+        for chunk in (32, 512)
+        for more in ({}, {"dtype": "bf16"}, {"kept_ids": 800, "chunk_tokens": 64})
+    ),
     dict(hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8)),
     dict(
         hidden=64, layers=6, count=4, length=128, lora=LoraConfig(lora_rank=8), checkpointing=True

@@ -75,7 +75,8 @@ class TrainConfig(ScheduleConfig):
     """Decay of an exponential moving average of the weights. None: no average."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens per log-prob computation, with 2.3 [chunk, vocab] fp32 buffers at peak (4.5 with
-    entropy_coef). None: 512 on a CPU, 2048 on a GPU."""
+    entropy_coef), or one in the compute format with the kernels of a GPU. None: 512 on a CPU, as
+    many as take 0.7 GB on a GPU (2048 without the kernels)."""
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()

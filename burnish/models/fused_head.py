@@ -137,6 +137,7 @@ class FusedHead:
         targets: Tensor,
         transform: Transform,
         softmax: Softmax,
+        *,
         upstream: Upstream,
     ) -> None:
         """Replace ``outputs`` [K, V] by their gradient."""
@@ -215,7 +216,7 @@ def choose_head(
         return HeadChoice(None, problem)
     try:
         kernels = triton_kernels()
-        problem = trial_problem(kernels, device, dtype, vocabulary, scaling)
+        problem = trial_problem(kernels, device, dtype, vocabulary, scaling=scaling)
     except Exception as error:  # whatever a compiler raises
         if is_out_of_memory(error):
             raise
@@ -231,6 +232,7 @@ def trial_problem(
     device: torch.device,
     dtype: torch.dtype,
     vocabulary: int,
+    *,
     scaling: LogitScaling,
 ) -> str | None:
     """Return how a small call of ``kernels`` differs from PyTorch's operations, or None."""

@@ -215,7 +215,7 @@ class _FusedLogprobs(torch.autograd.Function):
             if outputs is None:
                 outputs = linear(hidden[rows], weight, bias)
             chunk = outputs, targets[rows], head.transform
-            head.fused.backward_(*chunk, softmax.rows(rows), upstream.rows(rows))
+            head.fused.backward_(*chunk, softmax.rows(rows), upstream=upstream.rows(rows))
             sums.add(rows, outputs)
             del outputs, chunk  # freed before the next chunk exists
         return (*sums.gradients(), None, None, None)

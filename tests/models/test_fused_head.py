@@ -487,8 +487,8 @@ def test_the_trial_finds_a_gradient_that_is_wrong(kernels: HeadKernels) -> None:
         outputs[1, 0] += 0.1
 
     broken = replace(kernels, backward_=wrong)
-    assert trial_problem(kernels, CPU, torch.float32, 130, UNSCALED) is None
-    assert "gradients" in str(trial_problem(broken, CPU, torch.float32, 130, UNSCALED))
+    assert trial_problem(kernels, CPU, torch.float32, 130, scaling=UNSCALED) is None
+    assert "gradients" in str(trial_problem(broken, CPU, torch.float32, 130, scaling=UNSCALED))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the wheel with NVIDIA's assembler")

@@ -51,12 +51,12 @@ def peaks_of(plan, place):
 
 def test_the_nine_node_recipe_fits_with_a_wide_margin():
     """By rank of the policy: 70.55e9 / 32 x 2 B = 4.41 GB of weights; sums, masters and moments on
-    the host. At its worst it takes about a third of 84.9 GB: 28.6 GB."""
+    the host. At its worst it takes about a third of 84.9 GB: 26.6 GB."""
     plan = nine()
     assert plan.fits and not plan.problems
     worst = max(peaks_of(plan, "policy"), key=lambda p: p.bytes)
     assert worst.phase == "forward/backward"
-    assert worst.bytes == pytest.approx(28.6e9, rel=0.05)  # a new library may move activations
+    assert worst.bytes == pytest.approx(26.6e9, rel=0.05)  # a new library may move activations
     assert worst.margin / worst.limit > 0.6
     weights = [r for r in plan.rows if r.role == "policy x32" and r.phase == "step"]
     assert sum(r.bytes for r in weights if r.item == "parameters" and "32" in r.how) == (

@@ -30,8 +30,8 @@ def test_every_record_is_of_a_machine_on_which_every_self_test_passed() -> None:
 
 
 def test_the_lock_holds_what_the_constraints_pin() -> None:
-    """Every version of constraints/cpu.txt is in the lock, and no CUDA package is. (Triton's kernels
-    run in its interpreter.)"""
+    """Every version of constraints/cpu.txt is in the lock, and no CUDA package is. (Triton is: it
+    runs kernels on a CPU.)"""
 
     def pins(name: str) -> dict[str, str]:
         lines = (ROOT / "constraints" / name).read_text(encoding="utf-8").splitlines()

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import resource
 import statistics
 import subprocess
@@ -44,6 +45,11 @@ def model_folder() -> Path:
 
 def chain_sums(count: int, seed: int) -> list[dict[str, str]]:
     """``count`` two-term sums as rows with ``prompt`` (ready for the model) and ``label``."""
+    if importlib.util.find_spec("reasoning_gym") is None:  # other sums of the same form
+        draw = random.Random(seed)
+        terms = [(draw.randint(1, 99), draw.randint(1, 99)) for _ in range(count)]
+        questions = [(f"State the final answer to the sum: {a} + {b} =", a + b) for a, b in terms]
+        return [{"prompt": QUESTION.format(prompt=q), "label": str(s)} for q, s in questions]
     from reasoning_gym import create_dataset
 
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -158,14 +164,14 @@ def held(turns: Turns, report: Callable[[], dict[str, float]]) -> Any:
     return MemoryPeak()
 
 
-def inline_runtime(config: Any) -> Any:
+def inline_runtime(config: Any, device: str = "cpu") -> Any:
     """A runtime in this process for a recipe's model."""
     from burnish.models.load import load_tokenizer
     from burnish.observe.timeline import Timeline
     from burnish.runtime.inline import InlineRuntime
 
     tokenizer = load_tokenizer(config.model)
-    return InlineRuntime(tokenizer, precision=config.precision, device="cpu", timeline=Timeline())
+    return InlineRuntime(tokenizer, precision=config.precision, device=device, timeline=Timeline())
 
 
 def use_svg_style() -> None:

@@ -104,7 +104,7 @@ def run_burnish(args: argparse.Namespace) -> None:
     )
     assert isinstance(config, PreferenceConfig)
     (folder / "run").mkdir()
-    runtime = inline_runtime(config)
+    runtime = inline_runtime(config, args.device)
     run = build_preference(config, runtime, folder / "run")
     loop = SupervisedLoop(run, EvalTimes())
     turns, step = Turns(), 0
@@ -149,7 +149,7 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
         max_steps=WARMUP + args.steps,
         bf16=args.dtype == "bf16",
         train_sampling_strategy="sequential",
-        **TRL_QUIET,
+        **TRL_QUIET | {"use_cpu": args.device == "cpu"},
     )
     trainer = Told(
         model=AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32),
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--worker", choices=["burnish", "trl"])
     parser.add_argument("--layout", default="packed")
     args = parser.parse_args()

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -203,13 +203,18 @@ class Outcomes:
 
 
 def tests(setup: Setup, report: Report) -> None:
-    """Run ``tests/gpu`` in this process. Without a GPU all tests are collected and skipped."""
+    """Run ``tests/gpu``."""
+    run_tests(report, ["tests/gpu"])
+
+
+def run_tests(report: Report, paths: Sequence[str]) -> None:
+    """Run tests in this process. Without a GPU all of tests/gpu are collected and skipped."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the machine's own are not those of our set
     import pytest
 
     os.chdir(ROOT)
     outcomes = Outcomes(report)
-    words = ["tests/gpu", "-m", "gpu", "-q", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    words = [*paths, "-m", "gpu", "-q", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
     code = pytest.main(words, plugins=[outcomes])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         report.problem(f"pytest exited with {code!r}")

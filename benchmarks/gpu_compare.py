@@ -1,11 +1,11 @@
-"""The step ``compare`` of benchmarks/gpu_session.py: tokens per second of the attentions of
-``train.attention`` in one process, by the rows of the steps ``rl`` and ``sft``.
+"""The step ``compare`` of benchmarks/gpu_session.py: tokens per second of settings that are added
+one after another, in one process, by the rows of the steps ``rl`` and ``sft``.
 
 Cards of one type differ, and so do their clocks from minute to minute. Therefore all settings are
-measured in one call, one after another in each case, on one model of the shape of Qwen3-0.6B with
-random weights, and the table has the ratio to ``sdpa`` of the same case. The learning rate is so
-small that weights stay the same: loss and gradient norm of the settings are those of the same
-function, and must agree.
+measured in one call, in turn in each case, on one model of the shape of Qwen3-0.6B with random
+weights, and the table has the ratio to ``base`` of the same case. ``base`` is masked attention and
+log-probs by PyTorch's operations. The learning rate is so small that weights stay the same: loss
+and gradient norm of the settings are those of the same function, and must agree.
 
 Two steps warm up, three are measured; of steps that take longer than :data:`LONG_S`, one each.
 """
@@ -13,7 +13,8 @@ Two steps warm up, three are measured; of steps that take longer than :data:`LON
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -33,13 +34,39 @@ from gpu_model import (
 from gpu_report import Report, Setup
 from gpu_speed import Case, rl_cases, sft_cases
 
+from burnish.config.train import TrainConfig
+from burnish.models.flash import FlashSwitch
+from burnish.models.fused_head import BY_TORCH, FusedHead
 from burnish.oom import is_out_of_memory
 from burnish.train.base import Outputs
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats
 
-SETTINGS = ("sdpa", "flash")
-"""Values of train.attention. The first is what others are compared with."""
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. Engines with the same keys are one engine, whose parts are switched."""
+
+    name: str
+    flash: bool = True
+    fused_head: bool = True
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe's section train."""
+
+    @property
+    def exists(self) -> bool:
+        """Return whether this version of Burnish has the keys."""
+        return set(self.keys) <= set(TrainConfig.model_fields)
+
+
+SETTINGS = (
+    Setting("base", flash=False, fused_head=False),
+    Setting("+ attention", fused_head=False),
+    Setting("+ head"),
+    Setting("+ compile", keys={"compile": "layers"}),
+)
+"""The first is what others are compared with."""
+BEST = [setting for setting in SETTINGS if setting.exists][-1]
 WARM, MEASURED = 2, 3
 LONG_S = 4.0
 LR = 1e-12
@@ -69,73 +96,112 @@ def compare_cases(*, tiny: bool) -> list[tuple[Case, bool]]:
 
 def compare(setup: Setup, report: Report) -> None:
     """Measure each setting in each case."""
-    lines = []
+    lines = list[str]()
+    settings = [s for s in SETTINGS if s.exists and not (setup.tiny and s.keys)]
+    report.add(settings=[s.name for s in settings])
     with operators(setup):
         for case, with_entropy in compare_cases(tiny=setup.tiny):
-            base: Measured | None = None
-            for setting in SETTINGS:
-                with report.case(f"{case.name}, {setting}"):
-                    found = measure(setup, case, setting, with_entropy=with_entropy)
-                    ratio = None if base is None else found.tokens_per_s / base.tokens_per_s
-                    _report(report, setup, (case, setting), (found, base))
-                    base = base or found
-                    if ratio is not None:
-                        rate = f"{found.tokens_per_s:.0f} tokens/s, {ratio:.2f} x sdpa"
-                        lines.append(f"{case.name}: {rate}")
-                        report.summary("; ".join(lines))
-                free(setup)
+            lines.append(case.name)
+            measured = dict[str, Measured]()
+            engines = dict[str, TorchTrainEngine]()
+            for setting in settings:
+                with report.case(f"{case.name}, {setting.name}"):
+                    if str(setting.keys) not in engines:
+                        engines.clear()
+                        free(setup)
+                        engines[str(setting.keys)] = engine_of(
+                            setup, case, setting, with_entropy=with_entropy
+                        )
+                    found = measure(setup, case, setting, engines[str(setting.keys)])
+                    measured[setting.name] = found
+                    _report(report, setup, (case, setting), (found, measured.get("base")))
+                    lines[-1] += f", {setting.name} {found.tokens_per_s:.0f} tokens/s"
+                    report.summary("; ".join(lines))
 
 
 def _report(
     report: Report,
     setup: Setup,
-    named: tuple[Case, str],
+    named: tuple[Case, Setting],
     measured: tuple[Measured, Measured | None],
 ) -> None:
     """Add the row of a setting, with its ratio to the first one and their differences."""
     (case, setting), (found, base) = named, measured
-    cells: dict[str, Any] = {"rows": case.name, "attention": setting} | found.row
-    if base is not None:
+    cells: dict[str, Any] = {"rows": case.name, "setting": setting.name} | found.row
+    if base is not None and base is not found:
         cells["ratio"] = found.tokens_per_s / base.tokens_per_s
         cells["loss_difference"] = found.loss - base.loss
         cells["norm_difference"] = found.norm / base.norm - 1
+        where = f"{case.name}, {setting.name}"
         if not abs(cells["loss_difference"]) <= MOST_LOSS:
-            report.problem(f"{case.name}: losses {base.loss} and {found.loss} of {setting}")
+            report.problem(f"{where}: loss {found.loss}, that of base {base.loss}")
         if not abs(cells["norm_difference"]) <= MOST_NORM:
-            report.problem(f"{case.name}: gradient norms {base.norm} and {found.norm} of {setting}")
+            report.problem(f"{where}: gradient norm {found.norm}, that of base {base.norm}")
     report.row("Settings of 0.6B" + (" (tiny)" if setup.tiny else ""), **cells)
 
 
-def measure(setup: Setup, case: Case, setting: str, *, with_entropy: bool) -> Measured:
-    """Measure one setting. Raises if it runs out of memory, with the case's size."""
-    try:
-        return _measure(setup, case, setting, with_entropy=with_entropy)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    raise MemoryError("does not fit")
-
-
-def _measure(setup: Setup, case: Case, setting: str, *, with_entropy: bool) -> Measured:
-    free(setup)
-    engine = make_engine(
+def engine_of(
+    setup: Setup, case: Case, setting: Setting, *, with_entropy: bool, shape: str | None = None
+) -> TorchTrainEngine:
+    """Make the engine of a setting for the rows of a case. ``shape``: of another model."""
+    return make_engine(
         setup,
         with_entropy=with_entropy,
+        shape=shape,
         layout=case.layout,
         gradient_checkpointing=case.checkpointing,
         max_tokens_per_micro_batch=case.budget,
-        attention="auto" if setup.tiny and setting == "flash" else setting,  # (fp32)
+        attention="auto" if setup.tiny else "flash",  # (tiny: fp32)
         lr=LR,
+        **setting.keys,
     )
-    if engine.attention.kernel != setting:
-        raise RuntimeError(f"the engine chose {engine.attention.sentence}")
+
+
+def switch(setup: Setup, engine: TorchTrainEngine, setting: Setting) -> None:
+    """Switch the attention and the log-probs of an engine."""
+    forward = engine.forward
+    forward.flash = FlashSwitch(may_fall_back=False) if setting.flash else None
+    forward.fused_head = None
+    if setting.fused_head:
+        choice = forward.choose_head(engine.device, torch.bfloat16)
+        if setup.tiny:
+            forward.fused_head = FusedHead(BY_TORCH, 64)
+        elif choice.kernels is None:
+            raise RuntimeError(f"log-probs by {choice.sentence}")
+
+
+def measure(
+    setup: Setup,
+    case: Case,
+    setting: Setting,
+    engine: TorchTrainEngine,
+    *,
+    shape: str | None = None,
+) -> Measured:
+    """Measure one setting. Raises if it runs out of memory, or if its kernels were replaced.
+    ``shape``: that of another model."""
+    switch(setup, engine, setting)
+    free(setup)
+    try:
+        found = _measure(setup, case, engine, shape)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        if engine.forward.fused_head is not None and not engine.forward.fused_head.on:
+            raise RuntimeError("a kernel of log-probs raised; the log has its call")
+        return found
+    raise MemoryError("does not fit")
+
+
+def _measure(setup: Setup, case: Case, engine: TorchTrainEngine, shape: str | None) -> Measured:
     batch = make_batch(case.groups, vocabulary_of(setup))
     steps = [_step(setup, engine, batch)]
     warm, measured = (1, 1) if steps[0][0] > LONG_S else (WARM, MEASURED)
     steps += [_step(setup, engine, batch) for _ in range(warm - 1 + measured)]
     taken = [seconds for seconds, _, _ in steps[warm:]]
     seconds, memory, peak = median(taken), peak_gb(setup), peak_flops(setup)
-    flops = train_flops(setup, case.groups)
+    flops = train_flops(setup, case.groups, shape)
     _, loss, norm = steps[0]
     tokens = sum(group.tokens for group in case.groups)
     row = {

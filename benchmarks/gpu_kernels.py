@@ -1,5 +1,6 @@
 """The step ``kernels`` of benchmarks/gpu_session.py: FlashAttention over segment lengths
-(``burnish/models/flash.py``), which ``train.attention: flash`` uses.
+(``burnish/models/flash.py``), which ``train.attention: flash`` uses, and log-probs
+(``gpu_head.py``).
 
 First its operators: their arguments, their results against plain matmuls in fp64 (grouped heads,
 windows, unequal lengths, empty segments), the merge of a prefix part and an own part with its
@@ -11,15 +12,15 @@ On a CPU (``--tiny``) the operators are the plain matmuls themselves.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_model import Group
+from gpu_checks import about
+from gpu_head import head_kernels
+from gpu_model import Group, milliseconds
 from gpu_report import Report, Setup
 from gpu_speed import rl_cases, sft_cases
 from torch import Tensor
@@ -44,7 +45,6 @@ HEADS = (16, 8)
 DIM = 128
 MOST_ERROR = 0.02
 """Largest error of bf16 results, of the largest result: about four roundings."""
-REPEATS = 3
 BACKWARD = 2.5
 """FLOPs of a backward pass of attention, in forward passes: five matmuls instead of two."""
 
@@ -55,6 +55,7 @@ def kernels(setup: Setup, report: Report) -> None:
     """Check and measure FlashAttention over segment lengths."""
     set_up_gpu(torch.device(setup.device))
     report.add(
+        about=about(setup, torch),
         schema=str(torch.ops.aten._flash_attention_forward.default._schema),
         schema_backward=str(torch.ops.aten._flash_attention_backward.default._schema),
         active=active_implementation(),
@@ -65,10 +66,11 @@ def kernels(setup: Setup, report: Report) -> None:
         report.problem(problem)
     with operators(setup):
         errors = _correctness(setup, report)
-        equal = _repeatability(setup, report)
+        head = head_kernels(setup, report)
         lines = _times(setup, report)
+        equal = _repeatability(setup, report)
     said = f"largest error {max(errors, default=0):.1e}; equal bits of two passes: {equal}"
-    report.summary("; ".join([said, *lines]))
+    report.summary("; ".join([said, *head, *lines]))
 
 
 def operators(setup: Setup) -> AbstractContextManager[None]:
@@ -360,22 +362,3 @@ def _time(setup: Setup, report: Report, rows: tuple[str, Sequence[Group]], kerne
         peak_MB=peak,
     )
     return both
-
-
-def milliseconds(setup: Setup, run: Callable[[], object]) -> tuple[float, float | None]:
-    """Return the median time of a call, and the peak of memory above its inputs in MB."""
-    cuda = setup.device == "cuda"
-    sync: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
-    run()
-    taken = []
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else 0
-    for _ in range(REPEATS):
-        sync()
-        begun = time.perf_counter()
-        run()
-        sync()
-        taken.append(1e3 * (time.perf_counter() - begun))
-    peak = (torch.cuda.max_memory_allocated() - before) / 1e6 if cuda else None
-    return statistics.median(taken), peak

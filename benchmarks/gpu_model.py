@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,6 +39,20 @@ from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch, Stats, rows_to_batch
 
 SHAPE = "Qwen/Qwen3-0.6B"
+REPEATS = 3
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144},
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "layer_types": ["full_attention"] * 36,
+        "num_attention_heads": 32,
+    },
+    "30B-A3B, 4 layers": {"path": "Qwen/Qwen3-30B-A3B", "num_hidden_layers": 4},
+}
+"""Other models, as differences from :data:`SHAPE` or from the model at ``path``."""
+TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TINY: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -80,22 +96,25 @@ class Group:
         return sum(n * (n + 1) // 2 for n in own) + self.prompt * sum(self.responses)
 
 
-def model_folder(setup: Setup) -> Path:
-    """Return a folder with the model's config alone."""
-    folder = setup.work / "model"
+def model_folder(setup: Setup, shape: str | None = None) -> Path:
+    """Return a folder with the model's config alone, that of :data:`SHAPE` or of another shape in
+    :data:`SHAPES`."""
+    folder = setup.work / (shape or "model")
     if not (folder / "config.json").is_file():
-        found = find_config(ModelConfig(path=SHAPE))[0]
-        if setup.tiny:
-            found.update(TINY)
+        changes = dict(SHAPES[shape]) if shape else {}
+        found = find_config(ModelConfig(path=changes.pop("path", SHAPE)))[0]
+        found.update(changes | (TINY if setup.tiny else {}))
+        if setup.tiny and "num_experts" in found.to_dict():
+            found.update(TINY_EXPERTS)
         found.save_pretrained(folder)
     return folder
 
 
-def make_recipe(setup: Setup, **train: Any) -> Any:
+def make_recipe(setup: Setup, shape: str | None = None, **train: Any) -> Any:
     """Return a recipe of supervised fine-tuning. Only its model and engine are used."""
     tree = {
         "job": "sft",
-        "model": {"path": str(model_folder(setup))},
+        "model": {"path": str(model_folder(setup, shape))},
         "precision": {"dtype": "fp32" if setup.tiny else "bf16"},
         "data": {"sources": ["rows.jsonl"], "max_len": 1024},
         "train": {"train_batch_size": 1, **train},
@@ -103,10 +122,12 @@ def make_recipe(setup: Setup, **train: Any) -> Any:
     return load_config(tree)
 
 
-def make_engine(setup: Setup, *, with_entropy: bool, **train: Any) -> TorchTrainEngine:
+def make_engine(
+    setup: Setup, *, with_entropy: bool, shape: str | None = None, **train: Any
+) -> TorchTrainEngine:
     """Make a train engine over random weights. ``train``: keys of the recipe."""
     set_up_gpu(torch.device(setup.device))
-    config = make_recipe(setup, **train)
+    config = make_recipe(setup, shape, **train)
     torch.manual_seed(0)
     model = random_model(config, torch.device(setup.device))
     spec = EngineSpec(
@@ -142,9 +163,9 @@ def nll(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, Stats]:
     return -outputs.logprobs.sum() / batch.num_tokens, Stats()
 
 
-def train_flops(setup: Setup, groups: Sequence[Group]) -> float:
+def train_flops(setup: Setup, groups: Sequence[Group], model: str | None = None) -> float:
     """Return the FLOPs of a training pass over the groups, by the formula above."""
-    shape = shape_of(ModelConfig(path=str(model_folder(setup))))
+    shape = shape_of(ModelConfig(path=str(model_folder(setup, model))))
     text = shape.text
     head = 2.0 * text.vocab_size * text.hidden_size
     body = matrix_flops(shape) - head
@@ -188,3 +209,21 @@ def peak_gb(setup: Setup) -> tuple[float, float] | None:
         return None
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return peaks[0] / 1e9, peaks[1] / 1e9
+
+
+def milliseconds(setup: Setup, run: Callable[[], object]) -> tuple[float, float | None]:
+    """Return the median time of a call, and the peak of memory above its inputs in MB."""
+    cuda = setup.device == "cuda"
+    run()
+    taken = []
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    for _ in range(REPEATS):
+        synchronize(setup)
+        begun = time.perf_counter()
+        run()
+        synchronize(setup)
+        taken.append(1e3 * (time.perf_counter() - begun))
+    peak = (torch.cuda.max_memory_allocated() - before) / 1e6 if cuda else None
+    return median(taken), peak

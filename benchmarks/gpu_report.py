@@ -97,10 +97,11 @@ class Report:
 class Results:
     """``results.json``: every step's state and findings. Written after each change."""
 
-    def __init__(self, path: Path, *, tiny: bool) -> None:
+    def __init__(self, path: Path, *, tiny: bool, preset: str = "full") -> None:
         """Continue the file if there is one. Raises SystemExit if it is not of this session."""
         self.path = path
-        self.tree: dict[str, Any] = {"format": FORMAT, "tiny": tiny, "calls": [], "steps": {}}
+        self.tree: dict[str, Any] = {"format": FORMAT, "tiny": tiny, "preset": preset}
+        self.tree |= {"calls": [], "steps": {}}
         if not path.is_file():
             return
         try:
@@ -108,17 +109,24 @@ class Results:
             own = found["format"] == FORMAT and isinstance(found["steps"], dict)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path} cannot be read ({error!r}); use another --out") from None
-        if not own or found["tiny"] != tiny:
-            kind = f"--tiny={found['tiny']}, format {found['format']}"
+        ours, theirs = (
+            f"--tiny={tree['tiny']}, --preset={tree.get('preset', 'full')}, format {tree['format']}"
+            for tree in (self.tree, found)
+        )
+        if not own or theirs != ours:
             raise SystemExit(
-                f"{path} is from another kind of session ({kind}; this one has --tiny={tiny}, "
-                f"format {FORMAT}), whose results cannot be combined; use another --out"
+                f"{path} is from another kind of session ({theirs}; this one has {ours}), whose "
+                "results cannot be combined; use another --out"
             )
         self.tree = found
 
     def step(self, name: str) -> dict[str, Any]:
         """Return the record of a step, empty if it has not begun."""
         return dict(self.tree["steps"].get(name, {}))
+
+    def ended(self, name: str, redo: bool) -> bool:
+        """Return whether a step need not run."""
+        return self.step(name).get("state") in ENDED and not redo
 
     def set(self, name: str, **fields: Any) -> None:
         """Replace the record of a step."""
@@ -166,11 +174,12 @@ def markdown(steps: Sequence[tuple[str, str]], tree: dict[str, Any]) -> str:
 
 def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     heads = list(dict.fromkeys(name for row in rows for name in row))
-    texts = ([_cell(row.get(head)) for head in heads] for row in rows)
+    texts = ([cell(row.get(head)) for head in heads] for row in rows)
     yield from markdown_table([head.replace("_", " ") for head in heads], texts)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return a value as a cell of a table."""
     if value is None:
         return ""
     if isinstance(value, bool):

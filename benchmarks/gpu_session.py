@@ -1,16 +1,22 @@
 """The first hour on a CUDA machine: check and measure Burnish there, with one command.
 
-    python benchmarks/gpu_wheels.py --out wheels          # on a machine with a network
-    python benchmarks/gpu_session.py --wheels wheels      # on the CUDA machine: 45 minutes
-    python benchmarks/gpu_session.py --tiny               # on a CPU: the same steps, tiny shapes
+    python benchmarks/gpu_wheels.py --out wheels                     # on a machine with a network
+    python benchmarks/gpu_session.py --wheels wheels                 # on the GPU: 45 minutes
+    python benchmarks/gpu_session.py --wheels wheels --preset short  # nine minutes
+    python benchmarks/gpu_session.py --tiny [--preset short]         # on a CPU: tiny shapes
 
 Needs torch, transformers, triton, peft, pyarrow, rich and typer; the rest comes from --wheels, into
 a folder of its own. Burnish runs from this checkout.
 
 Each step is a process with a time limit. Its findings are in --out/results.json as soon as it has
 them, and --out/results.md is the report. A step that fails, hangs or is killed is recorded and the
-next one runs. Called again, the session continues after the steps that ended; so calls may be short
-(--call 10). The exit code is 0 if every step passed, 1 if one did not, 3 if steps are left.
+next one runs. The output of all steps is in --out/session.log. Called again, the session continues
+after the steps that ended; so calls may be short (--call 10). The exit code is 0 if every step
+passed, 1 if one did not, 3 if steps are left.
+
+The steps of --preset short are in the order of their value. Its --budget ends the call, so the last
+steps are left; a second call of two minutes (--budget 2) repeats or completes some. Tables for
+docs/benchmarks.md: python benchmarks/gpu_tables.py OUT/results.json
 """
 
 from __future__ import annotations
@@ -36,11 +42,12 @@ from gpu_report import ENDED, TAIL_CHARS, Report, Results, Setup, markdown, tail
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-BUDGET_MIN = 45.0
 MOST_ATTEMPTS = 2
 """A step during which the session was killed runs once more, and then no more."""
 WORTHWHILE = 0.4
 """A step begins if this share of its limit is left of the call."""
+TINY_SCALE = 6.0
+"""Factor of the limits of ``--preset short`` with tiny shapes: a test, on a busy machine."""
 DONE, FAILED, LEFT = 0, 1, 3
 
 
@@ -56,15 +63,40 @@ class Step:
     what: str
 
 
+@dataclass(frozen=True)
+class Preset:
+    """The steps of one kind of session."""
+
+    steps: tuple[Step, ...]
+    budget: float
+    """Minutes of all calls together"""
+    scales: bool
+    """True: another --budget changes all limits in proportion. False: it ends the call."""
+
+
+KERNELS = Step(
+    "kernels",
+    "gpu_kernels:kernels",
+    80,
+    "FlashAttention over row lengths, and log-probs: errors, repeatability, time",
+)
+COMPARE = Step(
+    "compare",
+    "gpu_compare:compare",
+    170,
+    "0.6B: tokens/s of base, + attention, + head, + compile, in one process",
+)
 STEPS = (
     Step("imports", "gpu_checks:imports", 90, "versions; import of every module of Burnish"),
-    Step("environment", "gpu_checks:environment", 120,
-         "devices, memory; measured rates and data-sheet rates"),
+    Step(
+        "environment",
+        "gpu_checks:environment",
+        120,
+        "devices, memory; measured rates and data-sheet rates",
+    ),
     Step("attention", "gpu_attention:attention", 90, "SDPA kernel, time and memory per case"),
-    Step("kernels", "gpu_kernels:kernels", 80,
-         "FlashAttention over row lengths: errors, repeatability, time beside SDPA"),
-    Step("compare", "gpu_compare:compare", 170,
-         "0.6B: tokens/s of train.attention=flash beside sdpa, in one process"),
+    KERNELS,
+    COMPARE,
     Step("tests", "gpu_checks:tests", 300, "`tests/gpu`"),
     Step("engines", "gpu_engines:engines", 210, "both engines, compared with fp64 on the CPU"),
     Step("sync", "gpu_engines:sync", 150, "weight fingerprint, checksum, transfer: GB/s"),
@@ -72,11 +104,27 @@ STEPS = (
     Step("rl", "gpu_speed:rl", 330, "0.6B, ragged rows up to 16k with shared prefixes: the same"),
     Step("trace", "gpu_trace:trace", 180, "one training pass: top kernels, idle share, host gaps"),
     Step("plan", "gpu_speed:plan", 210, "predicted and measured memory peaks"),
-    Step("rollout", "gpu_speed:rollout", 180,
-         "0.6B, local engine: tokens/s with and without CUDA graphs"),
+    Step(
+        "rollout",
+        "gpu_speed:rollout",
+        180,
+        "0.6B, local engine: tokens/s with and without CUDA graphs",
+    ),
     Step("grpo", "gpu_learn:grpo", 210, "`burnish rl` on a tiny task: first and last reward"),
     Step("runs", "gpu_runs:runs", 150, "tiny runs of several jobs and settings, all at once"),
+)
+SHORT = (
+    KERNELS,
+    COMPARE,
+    Step("trace", "gpu_trace:trace", 40, "one training pass: top kernels, idle share, host gaps"),
+    Step("larger", "gpu_short:larger", 50, "1.7B (4B on 120 GB and more): 8k rows, RL 16k rows"),
+    Step("mixture", "gpu_short:mixture", 30, "4 layers of 30B-A3B: grouped_mm, tokens/s"),
+    Step("copies", "gpu_short:copies", 20, "weights to the host and to a process: GB/s"),
+    Step("rollout", "gpu_short:rollout", 50, "0.6B, 8 and 64 rows: tokens/s, bandwidth limit"),
+    Step("tests", "gpu_short:tests", 40, "the newest files of `tests/gpu`"),
+    Step("trl", "gpu_short:trl", 60, "GRPO and DPO steps beside TRL's, if its wheels are here"),
 )  # fmt: skip
+PRESETS = {"full": Preset(STEPS, 45.0, True), "short": Preset(SHORT, 9.0, False)}
 
 
 @dataclass
@@ -87,8 +135,8 @@ class Session:
     setup: Setup
     results: Results
     env: dict[str, str]
-    budget: float = BUDGET_MIN
-    """Minutes of all calls together; limits of steps are in proportion."""
+    scale: float = 1.0
+    """Factor of the limits of all steps."""
     ends: float | None = None
     """When the call is over, on the monotonic clock. None: never."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -124,7 +172,7 @@ class Session:
 
     def limit(self, step: Step) -> float:
         """Return the most seconds that the step may take."""
-        return step.limit_s * self.budget / BUDGET_MIN
+        return step.limit_s * self.scale
 
     def left(self) -> float:
         """Return the seconds until the call is over."""
@@ -155,6 +203,8 @@ class Session:
             finally:
                 self.kill()
         seconds = time.monotonic() - begun
+        with (self.setup.out / "session.log").open("ab") as whole:
+            whole.write(f"\n---- {step.name}, {seconds:.0f} s\n".encode() + log.read_bytes())
         state = _state(code)
         if code is None and limit < self.limit(step):
             state = "cut"
@@ -246,6 +296,8 @@ def install(wheels: Path, site: Path) -> None:
     files = sorted(path.name for path in wheels.glob("*.whl"))
     if not files:
         raise SystemExit(f"--wheels {wheels} has no wheels; create them with gpu_wheels.py")
+    if problem := wheels_problem(files, sys.version_info[:2]):
+        raise SystemExit(f"--wheels {wheels}: {problem}")
     mark = site / "installed.txt"
     if mark.is_file() and mark.read_text().split() == [sys.version.split()[0], *files]:
         return
@@ -258,6 +310,29 @@ def install(wheels: Path, site: Path) -> None:
     if done.returncode:
         raise SystemExit(f"pip could not install {wheels} here:\n{done.stderr[-TAIL_CHARS:]}")
     mark.write_text("\n".join([sys.version.split()[0], *files]))
+
+
+def wheels_problem(files: Sequence[str], version: tuple[int, int]) -> str | None:
+    """Return why wheels cannot be installed in a version of Python, or None.
+
+    >>> wheels_problem(["a-1-cp311-cp311-linux_x86_64.whl", "b-1-py3-none-any.whl"], (3, 11))
+    >>> wheels_problem(["a-1-cp311-cp311-linux_x86_64.whl"], (3, 12))
+    'it has no wheel of a for Python 3.12; collect it with gpu_wheels.py --python 3.12'
+    """
+    fits = dict[str, bool]()
+    for file in files:
+        name, *_, python, abi, _ = file.removesuffix(".whl").split("-")
+        own = f"cp{version[0]}{version[1]}" in python.split(".")
+        older = [int(tag[3:]) <= version[1] for tag in python.split(".") if tag.startswith("cp3")]
+        fits[name] = (
+            fits.get(name, False) or own or "py3" in python or (abi == "abi3" and any(older))
+        )
+    missing = ", ".join(name for name, fit in fits.items() if not fit)
+    text = f"{version[0]}.{version[1]}"
+    if not missing:
+        return None
+    how = f"collect it with gpu_wheels.py --python {text}"
+    return f"it has no wheel of {missing} for Python {text}; {how}"
 
 
 def require_cuda(env: dict[str, str]) -> None:
@@ -288,19 +363,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    names, plus = [step.name for step in STEPS], cast(Any, {"metavar": "M", "type": minutes})
+    plus = cast(Any, {"metavar": "M", "type": minutes})
+    names = list(dict.fromkeys(step.name for preset in PRESETS.values() for step in preset.steps))
+    parser.add_argument("--preset", choices=list(PRESETS), default="full", help="steps (full)")
     parser.add_argument("--out", type=Path, default=Path("gpu-session"), help="folder of results")
     parser.add_argument("--work", type=Path, help="folder of models and run folders (OUT-work)")
     parser.add_argument("--wheels", type=Path, help="folder of gpu_wheels.py")
-    parser.add_argument(
-        "--budget", default=BUDGET_MIN, help="minutes of all calls together (45)", **plus
-    )
+    parser.add_argument("--budget", help="minutes of all calls together (45; short: 9)", **plus)
     parser.add_argument("--call", help="end this call after this many minutes (never)", **plus)
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=", ".join(names))
     parser.add_argument("--redo", action="store_true", help="also repeat completed steps")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    args.steps = PRESETS[args.preset].steps
+    if absent := set(args.only or ()) - {step.name for step in args.steps}:
+        parser.error(f"--preset {args.preset} has no step {', '.join(sorted(absent))}")
     args.out = args.out.resolve()
     args.work = (args.work or args.out.with_name(args.out.name + "-work")).resolve()
     return args
@@ -314,6 +392,17 @@ def minutes(text: str) -> float:
     return value
 
 
+def budget_problem(budget: float, left: Sequence[Step]) -> str | None:
+    """Return why a call of ``budget`` minutes begins none of the steps that are left, or None."""
+    if not left or 60 * budget >= WORTHWHILE * left[0].limit_s:
+        return None
+    return (
+        f"--budget {budget:g}: {60 * budget:.0f} s are too few for the first step that is left, "
+        f"{left[0].name} (at most {left[0].limit_s:.0f} s); give at least "
+        f"{WORTHWHILE * left[0].limit_s / 60:.1f}, or another step with --only"
+    )
+
+
 def _stop(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
@@ -325,7 +414,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup = Setup(args.out, args.work, args.tiny)
     if args.child is not None:
         return child(args.child[0], Path(args.child[1]), setup)
-    results = Results(setup.out / "results.json", tiny=args.tiny)
+    preset = PRESETS[args.preset]
+    results = Results(setup.out / "results.json", tiny=args.tiny, preset=args.preset)
+    budget = preset.budget if args.budget is None else args.budget
+    wanted = args.only or [step.name for step in args.steps]
+    if not preset.scales:
+        left = [s for s in args.steps if s.name in wanted and not results.ended(s.name, args.redo)]
+        if problem := budget_problem(budget, left):
+            raise SystemExit(problem)
     setup.work.mkdir(parents=True, exist_ok=True)
     setup.out.mkdir(parents=True, exist_ok=True)
     site = None
@@ -335,13 +431,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env = environment_of(site, tiny=args.tiny)
     if not args.tiny:
         require_cuda(env)
+    call, scale = args.call, budget / preset.budget
+    if not preset.scales:
+        call, scale = min(budget, args.call or budget), 1.0
+        if args.tiny and args.budget is None:
+            call, scale = args.call, TINY_SCALE
     session = Session(
-        *(STEPS, setup, results, env),
-        budget=args.budget,
-        ends=None if args.call is None else started + 60 * args.call,
+        *(args.steps, setup, results, env),
+        scale=scale,
+        ends=None if call is None else started + 60 * call,
     )
     signal.signal(signal.SIGTERM, _stop)
-    code = session.run(args.only or [step.name for step in STEPS], redo=args.redo)
+    code = session.run(wanted, redo=args.redo)
     results.tree["calls"].append({"seconds": round(time.monotonic() - started, 1), "code": code})
     results.write()
     session.write_report()

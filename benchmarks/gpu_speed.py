@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -24,9 +25,11 @@ from gpu_model import (
 from gpu_report import Report, Setup
 from plan_accuracy import in_process, random_model
 
+from burnish.doctor.calibrate import gpu_of
 from burnish.models.gpu import set_up_gpu
 from burnish.models.scratch import scratch_tokenizer
 from burnish.oom import is_out_of_memory
+from burnish.plan.hardware import load_tables
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
@@ -189,7 +192,12 @@ def plan(setup: Setup, report: Report) -> None:
 
 
 def rollout(setup: Setup, report: Report) -> None:
-    """Measure new tokens per second of the local engine."""
+    """Measure new tokens per second of the local engine, with and without CUDA graphs."""
+    sampling(setup, report, graphs=(True, False))
+
+
+def sampling(setup: Setup, report: Report, *, graphs: Sequence[bool]) -> None:
+    """Measure new tokens per second of the local engine. ``graphs``: values of ``cuda_graphs``."""
     prompts, prompt, new = (2, 8, 8) if setup.tiny else (8, 512, 512)
     config = make_recipe(setup)
     set_up_gpu(torch.device(setup.device))
@@ -203,19 +211,35 @@ def rollout(setup: Setup, report: Report) -> None:
             Request(f"{i}", tuple(range(10, 10 + prompt)), n=samples, seed=i)
             for i in range(prompts)
         ]
-        for graphs in (True, False):
-            with report.case(f"{prompts} x {samples}, cuda_graphs={graphs}"):
-                engine = LocalRolloutEngine(model, tokenizer, LocalEngine(cuda_graphs=graphs))
+        for recorded in graphs:
+            with report.case(f"{prompts} x {samples}, cuda_graphs={recorded}"):
+                engine = LocalRolloutEngine(model, tokenizer, LocalEngine(cuda_graphs=recorded))
                 found = sample_case(setup, engine, requests, new)
+                limit = least_ms(setup, model, prompts * samples, prompt + new / 2)
+                if limit is not None:
+                    found |= {"limit_ms": limit, "times_the_limit": found["ms_per_step"] / limit}
                 case = {"requests": f"{prompts} x {samples}", "prompt": prompt, "new": new}
-                report.row("Local rollout", **case, cuda_graphs=graphs, **found)
-                how = "graphs" if graphs else "no graphs"
+                report.row("Local rollout", **case, cuda_graphs=recorded, **found)
+                how = "graphs" if recorded else "no graphs"
                 lines.append(
                     f"{prompts * samples} rows, {how}: {found['tokens_per_s']:.0f} tokens/s"
                 )
                 report.summary("; ".join(lines))
                 engine.close()
             free(setup)
+
+
+def least_ms(setup: Setup, model: Any, rows: int, length: float) -> float | None:
+    """Return the milliseconds in which the GPU reads the weights and the cache of ``rows`` of a
+    mean ``length`` once, at the bandwidth of its data sheet; None if that is unknown."""
+    if setup.tiny:
+        return None
+    memory = torch.cuda.get_device_properties(0).total_memory
+    gpu = gpu_of(load_tables(), torch.cuda.get_device_name(0), memory)
+    text = model.config.get_text_config()
+    per_token = 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    num_bytes = sum(p.nbytes for p in model.parameters()) + rows * length * per_token
+    return None if gpu is None else 1e3 * num_bytes / (gpu.memory_gbs * 1e9)
 
 
 def sample_case(

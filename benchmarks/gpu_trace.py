@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_compare import BEST
 from gpu_model import free, make_batch, make_engine, nll, synchronize, vocabulary_of
 from gpu_report import Report, Setup
 from gpu_speed import rl_cases
@@ -188,8 +189,13 @@ def shares(spans: Sequence[Span]) -> dict[str, Any]:
 def trace(setup: Setup, report: Report) -> None:
     """Profile a training pass and report kernels, idle share and gaps."""
     case = rl_cases(tiny=setup.tiny)[0]
-    budget = {"max_tokens_per_micro_batch": case.budget}  # all rows in one pass
-    engine = make_engine(setup, with_entropy=True, layout=case.layout, **budget)
+    engine = make_engine(
+        setup,
+        with_entropy=True,
+        layout=case.layout,
+        max_tokens_per_micro_batch=case.budget,  # all rows in one pass
+        **({} if setup.tiny else BEST.keys),
+    )
     batch = make_batch(case.groups[:1], vocabulary_of(setup))
 
     def step() -> None:
@@ -213,12 +219,13 @@ def trace(setup: Setup, report: Report) -> None:
         return
     for row in found["top"]:
         report.row("Kernels of a training pass", **row)
-    report.add(**found)
+    layers = engine.body.config.get_text_config().num_hidden_layers
+    report.add(**found, setting=BEST.name, kernels_per_layer=found["kernels"] / layers)
     name_gaps(setup, report, profiled(setup, step, setup.work / "stacks.json", stacks=True))
     syncs = ", ".join(f"{count} x {name}" for name, count in found["syncs"].items() if count)
     report.summary(
-        f"{found['ms']:.0f} ms, device idle {found['idle_share']:.1%}, {found['kernels']} kernels; "
-        f"host waits: {syncs or 'none'}"
+        f"{found['ms']:.0f} ms, device idle {found['idle_share']:.1%}, {found['kernels']} kernels, "
+        f"{found['kernels'] / layers:.0f} per layer; host waits: {syncs or 'none'}"
     )
     free(setup)
 

@@ -1,6 +1,7 @@
 """Collect the wheels that benchmarks/gpu_session.py installs on a CUDA machine without a network.
 
     python benchmarks/gpu_wheels.py [--out wheels] [--python 3.11 3.12 3.13] [--machine x86_64]
+    python benchmarks/gpu_wheels.py --with-trl --python 3.12   # for the session's step trl
 
 Assumed on that machine: torch, transformers, triton, peft, pyarrow, rich and typer, with what these
 need. The wheels are what Burnish and its tests import besides, in the versions of
@@ -8,7 +9,7 @@ constraints/cpu.lock.txt; packages with compiled code come once for each Python.
 files and their sum, which may not exceed --limit-mib.
 
 Not collected: packages of extras (ray, deepspeed, vllm, ...) and of jobs that the session does not
-run (datasets, plotly, math-verify, gguf).
+run (plotly, math-verify, gguf).
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ NEEDED_BY = {
     "tests/conftest.py": ("hypothesis", "sortedcontainers"),
 }
 """Importing module -> packages."""
-LIMIT_MIB = 64.0
+NEEDED_BY_TRL = {
+    "trl": ("trl", "datasets"),
+    "datasets": ("dill", "multiprocess", "pandas", "python-dateutil", "six", "tzdata"),
+}
+"""The same for the comparison with TRL. pandas takes 11 MiB for each version of Python."""
+LIMIT_MIB = 40.0
 PYTHONS = ("3.11", "3.12", "3.13")
 GLIBC = (5, 12, 17, 24, 26, 27, 28)
 """Minor versions of glibc 2 whose platform tags pip accepts. It compares tags exactly."""
@@ -55,9 +61,10 @@ def locked_versions(text: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
 
 
-def requirements(versions: dict[str, str]) -> list[str]:
+def requirements(versions: dict[str, str], *, with_trl: bool = False) -> list[str]:
     """Return ``NAME==VERSION`` of all packages. Raises SystemExit if the lock file lacks one."""
-    names = [name for packages in NEEDED_BY.values() for name in packages]
+    tables = [NEEDED_BY, NEEDED_BY_TRL] if with_trl else [NEEDED_BY]
+    names = [name for table in tables for packages in table.values() for name in packages]
     if missing := sorted(set(names) - set(versions)):
         raise SystemExit(f"{LOCK.name} has no version of {', '.join(missing)}; lock them first")
     return [f"{name}=={versions[name]}" for name in names]
@@ -99,9 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("wheels"), help="folder of the wheels")
     parser.add_argument("--python", nargs="+", default=list(PYTHONS), metavar="X.Y")
     parser.add_argument("--machine", choices=sorted(OLD_TAGS), default="x86_64")
+    parser.add_argument("--with-trl", action="store_true", help="also trl and datasets")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB)
     args = parser.parse_args(arguments)
-    wanted = requirements(locked_versions(LOCK.read_text(encoding="utf-8")))
+    versions = locked_versions(LOCK.read_text(encoding="utf-8"))
+    wanted = requirements(versions, with_trl=args.with_trl)
     args.out.mkdir(parents=True, exist_ok=True)
     for old in args.out.glob("*.whl"):  # two versions of one package would both be installed
         old.unlink()

@@ -71,7 +71,7 @@ def run_burnish(args: argparse.Namespace) -> None:
         }
     )
     assert isinstance(config, RLConfig)
-    runtime = inline_runtime(config)
+    runtime = inline_runtime(config, args.device)
     parts, _ = build_rl(config, runtime, {"": reward}, folder / "run")
     turns, step = Turns(), 0
     while turns.wait():
@@ -117,7 +117,7 @@ def run_trl(args: argparse.Namespace) -> None:  # house: ok TRL's config is one 
         max_steps=1000,
         bf16=autocast,
         shuffle_dataset=False,
-        **TRL_QUIET,
+        **TRL_QUIET | {"use_cpu": args.device == "cpu"},
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder(), dtype=dtype),
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--trl-bf16", choices=["autocast", "weights"], default="autocast")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--worker", choices=["burnish", "trl"])
     args = parser.parse_args()
     if args.worker:
@@ -152,6 +153,8 @@ def main() -> None:
         str(args.max_tokens),
         "--threads",
         str(args.threads),
+        "--device",
+        args.device,
     ]
     rivals = ["autocast", "weights"] if args.dtype == "bf16" else ["fp32"]
     workers = {"burnish": Worker(__file__, "--worker", "burnish", *common, threads=args.threads)}

@@ -26,6 +26,7 @@ import gpu_attention  # noqa: E402
 import gpu_engines  # noqa: E402
 import gpu_model  # noqa: E402
 import gpu_session  # noqa: E402
+import gpu_tables  # noqa: E402
 import gpu_trace  # noqa: E402
 import gpu_wheels  # noqa: E402
 from gpu_report import Report, Results, Setup, markdown  # noqa: E402
@@ -111,6 +112,8 @@ def test_a_step_that_raises_is_recorded_with_its_traceback_and_the_next_runs(
     report = (setup.out / "results.md").read_text()
     assert "| `raises` | raises | **failed** (KeyError: 'of the step') |" in report
     assert "| `good` | good | one number |" in report
+    log = (setup.out / "session.log").read_text()
+    assert "---- raises, " in log and "---- good, " in log
 
 
 def test_a_case_that_raises_is_a_problem_and_its_step_continues(
@@ -229,11 +232,34 @@ def test_results_of_another_kind_are_rejected(setup: Setup) -> None:
         Results(setup.out / "results.json", tiny=True)
 
 
-def test_the_limits_of_all_steps_fit_into_the_budget() -> None:
-    assert sum(step.limit_s for step in gpu_session.STEPS) <= 60 * gpu_session.BUDGET_MIN
-    half = gpu_session.BUDGET_MIN / 2
-    halved = Session(gpu_session.STEPS, None, None, {}, budget=half)  # type: ignore[arg-type]
-    assert halved.limit(gpu_session.STEPS[0]) == gpu_session.STEPS[0].limit_s / 2
+@pytest.mark.parametrize("name", list(gpu_session.PRESETS))
+def test_the_limits_of_all_steps_fit_into_the_budget(name: str) -> None:
+    preset = gpu_session.PRESETS[name]
+    assert sum(step.limit_s for step in preset.steps) <= 60 * preset.budget
+    halved = Session(preset.steps, None, None, {}, scale=0.5)  # type: ignore[arg-type]
+    assert halved.limit(preset.steps[0]) == preset.steps[0].limit_s / 2
+
+
+def test_a_budget_below_the_first_step_is_rejected() -> None:
+    """`kernels` takes up to 80 s and begins with two fifths of that: 32 s."""
+    [kernels, compare, *_] = gpu_session.SHORT
+    assert gpu_session.budget_problem(32 / 60, [kernels, compare]) is None
+    problem = gpu_session.budget_problem(0.5, [kernels, compare])
+    assert problem is not None and "kernels" in problem and "--only" in problem
+    assert gpu_session.budget_problem(0.1, []) is None
+    with pytest.raises(SystemExit, match="kernels"):
+        gpu_session.main(["--preset", "short", "--budget", "0.2", "--out", "absent"])
+
+
+def test_a_step_of_another_preset_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_session.parse(["--preset", "short", "--only", "grpo"])
+    assert "grpo" in capsys.readouterr().err
+
+
+def test_without_cuda_the_way_out_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--tiny"):
+        gpu_session.require_cuda({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_a_repeated_step_has_both_attempts_again(
@@ -254,15 +280,33 @@ def test_every_wheel_has_a_locked_version_and_too_many_are_rejected() -> None:
         gpu_wheels.requirements({"pydantic": "2"})
     mib = 1 << 20
     assert gpu_wheels.size_problem({"a": 40 * mib, "b": 24 * mib}, 64.0) is None
+    with_trl = gpu_wheels.requirements(
+        gpu_wheels.locked_versions(gpu_wheels.LOCK.read_text()), with_trl=True
+    )
+    assert set(wanted) < set(with_trl) and any(name.startswith("trl==") for name in with_trl)
     problem = gpu_wheels.size_problem({"a": 40 * mib, "b": 24 * mib + 1}, 64.0)
     assert problem is not None and "64.0 MiB, above --limit-mib 64" in problem
     assert doctest.testmod(gpu_wheels).failed == 0
 
 
+def test_wheels_of_another_python_are_reported(tmp_path: Path) -> None:
+    """Wheels for every Python, and with the stable ABI of an older one, fit."""
+    files = ["a-1-cp310-abi3-linux_x86_64.whl", "b-1-py3-none-any.whl", "c-1-py2.py3-none-any.whl"]
+    assert gpu_session.wheels_problem(files, (3, 12)) is None
+    both = ["d_e-1.0-cp311-cp311-linux_x86_64.whl", "d_e-1.0-cp312-cp312-linux_x86_64.whl"]
+    assert gpu_session.wheels_problem([*files, *both], (3, 12)) is None
+    problem = gpu_session.wheels_problem([*files, *both], (3, 13))
+    assert problem is not None and "d_e" in problem and "--python 3.13" in problem
+    (tmp_path / "d_e-1.0-cp27-cp27mu-linux_x86_64.whl").write_bytes(b"")
+    with pytest.raises(SystemExit, match="gpu_wheels"):
+        gpu_session.install(tmp_path, tmp_path / "site")
+    assert doctest.testmod(gpu_session).failed == 0
+
+
 def test_wheels_that_pip_cannot_install_are_reported(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no wheels"):
         gpu_session.install(tmp_path, tmp_path / "site")
-    (tmp_path / "burnish_absent-1.0-cp27-cp27mu-win32.whl").write_bytes(b"")
+    (tmp_path / "burnish_absent-1.0-py3-none-win32.whl").write_bytes(b"")
     with pytest.raises(SystemExit, match=r"pip could not install .*\n.*burnish_absent"):
         gpu_session.install(tmp_path, tmp_path / "site")
 
@@ -418,7 +462,69 @@ def _requirements(name: str) -> list[Requirement]:
         return []
 
 
+# ---- tables of the page --------------------------------------------------------------------------
+
+
+def test_tables_have_the_card_in_each_row_and_say_what_was_not_run() -> None:
+    """Two cards; the second ran `compare` alone. Rows keep the step's order."""
+    rows = [{"rows": "r", "setting": s, "tokens_per_s": n} for s, n in (("base", 1), ("+ head", 2))]
+    found = {"tables": {"Settings of 0.6B": rows}, "problems": [], "summary": "twice"}
+    step = {"state": "done", "found": found, "seconds": 3.0}
+    copies = {"tables": {"Copies": [{"copy": "c", "GB_per_s": 1.5}]}, "problems": []}
+    trees = [
+        {
+            "about": {"Device": "H100"},
+            "steps": {"compare": step, "copies": step | {"found": copies}},
+        },
+        {"about": {"Device": "H200"}, "steps": {"compare": step}},
+    ]
+    lines = gpu_tables.page(trees).splitlines()
+    assert lines[0].endswith("| H100 | H200 |")
+    [kernels] = [line for line in lines if line.startswith("| `kernels`")]
+    assert kernels.endswith("| not run | not run |")
+    assert [line for line in lines if "| + head |" in line] == [
+        "| H100 | r | + head | 2 |",
+        "| H200 | r | + head | 2 |",
+    ]
+    assert "| H100 | c | 1.5 |" in lines
+    assert lines[lines.index("Larger models (`larger`):") + 2] == "not run"
+
+
+def test_the_page_has_the_tables_of_the_recorded_sessions() -> None:
+    assert gpu_tables.main(["--check"]) == 0
+    with pytest.raises(SystemExit, match="marks"):
+        gpu_tables.written("no marks", "")
+
+
+def test_files_without_results_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(SystemExit, match=r"other\.json"):
+        gpu_tables.read(tmp_path / "other.json")
+
+
 # ---- all of it -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_short_session_runs_on_a_cpu_with_tiny_shapes(tmp_path: Path) -> None:
+    """The comparison with TRL is left out: it takes as long as all other steps together."""
+    names = [step.name for step in gpu_session.SHORT if step.name != "trl"]
+    command = [fork_server.interpreter(), str(BENCHMARKS / "gpu_session.py"), "--tiny"]
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [*command, "--preset", "short", "--out", str(out), "--only", *names],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == LEFT, done.stdout + done.stderr
+    steps = json.loads((out / "results.json").read_text())["steps"]
+    assert list(steps) == names
+    assert {step["state"] for step in steps.values()} == {"done"}
+    assert not [step["found"]["problems"] for step in steps.values() if step["found"]["problems"]]
+    assert (out / "trace.json.gz").is_file() and (out / "session.log").is_file()
+    tables = gpu_tables.page([gpu_tables.read(out / "results.json")])
+    assert "CPU, tiny shapes" in tables and "not run" in tables
 
 
 @pytest.mark.slow

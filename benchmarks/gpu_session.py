@@ -322,11 +322,11 @@ def wheels_problem(files: Sequence[str], version: tuple[int, int]) -> str | None
     fits = dict[str, bool]()
     for file in files:
         name, *_, python, abi, _ = file.removesuffix(".whl").split("-")
-        own = f"cp{version[0]}{version[1]}" in python.split(".")
-        older = [int(tag[3:]) <= version[1] for tag in python.split(".") if tag.startswith("cp3")]
-        fits[name] = (
-            fits.get(name, False) or own or "py3" in python or (abi == "abi3" and any(older))
-        )
+        tags = python.split(".")
+        own = f"cp{version[0]}{version[1]}" in tags
+        stable = ("py3", "cp3") if abi == "abi3" else ("py3",)  # also those of older versions
+        older = [int(t[3:] or 0) <= version[1] for t in tags if t.startswith(stable)]
+        fits[name] = fits.get(name, False) or own or any(older)
     missing = ", ".join(name for name, fit in fits.items() if not fit)
     text = f"{version[0]}.{version[1]}"
     if not missing:

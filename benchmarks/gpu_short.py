@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from burnish.host_copies import to_host
 from burnish.models.scratch import scratch_tokenizer
 from burnish.sync.checksum import word_sums
 
@@ -110,12 +111,10 @@ def copies(setup: Setup, report: Report) -> None:
     runs: dict[str, Callable[[], Any]] = {
         "to new pageable memory (.cpu())": flat.cpu,
         "to pinned memory": lambda: pinned.copy_(flat),
+        "to new memory, through pinned buffers (to_host)": lambda: to_host(flat, copy=True),
         "fingerprint": lambda: fingerprints(weights),
         "checksum": lambda: word_sums(flat.view(torch.uint8).reshape(-1)),
     }
-    if find_spec("burnish.host_copies") is not None:
-        to_host = vars(importlib.import_module("burnish.host_copies"))["to_host"]
-        runs["to host memory through pinned buffers"] = lambda: to_host(flat)
     rates = []
     for name, run in runs.items():
         with report.case(name):

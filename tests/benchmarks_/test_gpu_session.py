@@ -292,11 +292,13 @@ def test_every_wheel_has_a_locked_version_and_too_many_are_rejected() -> None:
 def test_wheels_of_another_python_are_reported(tmp_path: Path) -> None:
     """Wheels for every Python, and with the stable ABI of an older one, fit."""
     files = ["a-1-cp310-abi3-linux_x86_64.whl", "b-1-py3-none-any.whl", "c-1-py2.py3-none-any.whl"]
+    files += ["f-1-py312-none-any.whl"]
     assert gpu_session.wheels_problem(files, (3, 12)) is None
     both = ["d_e-1.0-cp311-cp311-linux_x86_64.whl", "d_e-1.0-cp312-cp312-linux_x86_64.whl"]
     assert gpu_session.wheels_problem([*files, *both], (3, 12)) is None
     problem = gpu_session.wheels_problem([*files, *both], (3, 13))
     assert problem is not None and "d_e" in problem and "--python 3.13" in problem
+    assert "wheel of f for" in str(gpu_session.wheels_problem(files, (3, 11)))
     (tmp_path / "d_e-1.0-cp27-cp27mu-linux_x86_64.whl").write_bytes(b"")
     with pytest.raises(SystemExit, match="gpu_wheels"):
         gpu_session.install(tmp_path, tmp_path / "site")

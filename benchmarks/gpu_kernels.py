@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ HEADS = (16, 8)
 DIM = 128
 MOST_ERROR = 0.02
 """Largest error of bf16 results, of the largest result: about four roundings."""
+CUDNN = "cuDNN, a call per row, rounded to 512"
 BACKWARD = 2.5
 """FLOPs of a backward pass of attention, in forward passes: five matmuls instead of two."""
 
@@ -68,6 +70,7 @@ def kernels(setup: Setup, report: Report) -> None:
         errors = _correctness(setup, report)
         head = head_kernels(setup, report)
         lines = _times(setup, report)
+        _elementwise(setup, report)
         equal = _repeatability(setup, report)
     said = f"largest error {max(errors, default=0):.1e}; equal bits of two passes: {equal}"
     report.summary("; ".join([said, *head, *lines]))
@@ -326,12 +329,75 @@ def layer(
     return run
 
 
+def cudnn_rows(
+    setup: Setup, groups: Sequence[Group], *, backward: bool
+) -> Callable[[], list[Tensor]]:
+    """Return the attention of rows that share no prompt by cuDNN. Lengths are rounded up to few
+    different ones; padded keys come last, so a causal call needs no mask."""
+    step = 8 if setup.tiny else 512
+    calls = []
+    for group in groups:
+        length = -(-group.tokens // step) * step
+        tensors = randoms(setup, (length, length), HEADS, DIM)
+        *qkv, grad = (x.transpose(0, 1)[None].contiguous() for x in tensors)
+        calls.append(([x.requires_grad_(backward) for x in qkv], grad))
+    backend = torch_attention.SDPBackend
+    used = backend.MATH if setup.tiny else backend.CUDNN_ATTENTION
+
+    def run() -> list[Tensor]:
+        outputs = []
+        with torch_attention.sdpa_kernel(used):
+            for (query, key, value), grad in calls:
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, enable_gqa=True
+                )
+                if backward:
+                    torch.autograd.grad(out, [query, key, value], grad)
+                outputs.append(out.detach())
+        return outputs
+
+    return run
+
+
+def _elementwise(setup: Setup, report: Report) -> None:
+    """Report a layer's norm and SwiGLU, forward and backward, as they are and compiled. (Tiny: as
+    they are.)"""
+    tokens, hidden, inner = (32, 16, 32) if setup.tiny else (16_384, 1024, 3072)
+    dtype = torch.bfloat16
+    states, gate, up = (
+        torch.randn(tokens, n, device=setup.device, dtype=dtype).requires_grad_()
+        for n in (hidden, inner, inner)
+    )
+    weight = torch.ones(hidden, device=setup.device, dtype=dtype).requires_grad_()
+
+    def operations(states: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        wide = states.float()
+        normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(
+            dtype
+        )
+        return normed.sum() + (torch.nn.functional.silu(gate) * up).sum()
+
+    ways: dict[str, Callable[..., Tensor]] = {"eager": operations}
+    if not setup.tiny:
+        ways["compiled"] = torch.compile(operations)
+    for name, run in ways.items():
+        with report.case(f"element-wise, {name}"):
+            ms, peak = milliseconds(
+                setup,
+                lambda f=run: torch.autograd.grad(f(states, gate, up), [states, gate, up, weight]),  # type: ignore[misc]
+            )
+            report.row("Norm and SwiGLU of 16k tokens", by=name, both_ms=ms, peak_MB=peak)
+
+
 def _times(setup: Setup, report: Report) -> list[str]:
     """Report the time of one layer by kernel. Return one line per micro-batch."""
     lines = []
     for name, groups in micro_batches(tiny=setup.tiny):
         taken: dict[str, float] = {}
-        for kernel in ("flash", "sdpa", "flash, deterministic"):
+        kernels = ["flash", "sdpa", "flash, deterministic"]
+        if all(len(group.responses) == 1 for group in groups):
+            kernels.append(CUDNN)
+        for kernel in kernels:
             with report.case(f"{name}: {kernel}"):
                 taken[kernel] = _time(setup, report, (name, groups), kernel)
         if {"flash", "sdpa"} <= taken.keys():
@@ -345,10 +411,12 @@ def _time(setup: Setup, report: Report, rows: tuple[str, Sequence[Group]], kerne
     """Report forward, forward and backward, and memory of one layer. Return the milliseconds of
     both passes."""
     name, groups = rows
-    flash = kernel != "sdpa"
+    make = partial(cudnn_rows if kernel == CUDNN else layer, setup, groups)
+    if kernel != CUDNN:
+        make = partial(make, flash=kernel != "sdpa")
     with fixed("deterministic" in kernel):
-        forward, _ = milliseconds(setup, layer(setup, groups, flash=flash, backward=False))
-        both, peak = milliseconds(setup, layer(setup, groups, flash=flash))
+        forward, _ = milliseconds(setup, make(backward=False))
+        both, peak = milliseconds(setup, make(backward=True))
     pairs = sum(group.pairs for group in groups)
     flops = 4.0 * HEADS[0] * DIM * pairs * (1 + BACKWARD)
     report.row(

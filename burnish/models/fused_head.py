@@ -315,13 +315,21 @@ BY_TORCH = HeadKernels(_reduce_by_torch, _backward_by_torch)
 """The same computations by PyTorch's operations."""
 
 
-def _no_values(*_: object) -> None:
-    pass
+def _read_outputs(outputs: Tensor, _: Tensor, __: Transform, softmax: Softmax) -> None:
+    torch.sum(outputs, -1, dtype=torch.float32, out=softmax.logprobs)
 
 
-SIZES_ONLY = HeadKernels(_no_values, _no_values, _no_values)
-"""Kernels that compute nothing, for tensors that have sizes and no values. (The Triton kernels
-allocate no tensor.)"""
+def _replace_outputs(outputs: Tensor, *_: object) -> None:
+    outputs.neg_().neg_()
+
+
+def _multiply(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    torch.mm(grad.T, hidden, out_dtype=torch.float32, out=total)
+
+
+SIZES_ONLY = HeadKernels(_read_outputs, _replace_outputs, _multiply)
+"""Operations that read and write as much as the kernels, and allocate nothing either, for tensors
+that have sizes and no values."""
 
 
 # ---- by Triton -----------------------------------------------------------------------------------

@@ -333,7 +333,7 @@ class _Trace:
                 handle.remove()
         total = {s: float(t - base) for s, (t, _) in live.peaks.items()}
         other = {s: float(o - base) for s, (_, o) in live.peaks.items()}
-        counted, few = self.counter.counted, _CHUNKS * work.chunk_tokens
+        counted, few = self.counter.counted, _CHUNKS * work.head_chunk
         more = max(0, work.actions - few) / few  # chunks that were not traced
         counted = PassWork(counted.body, counted.head * (1.0 + more))
         return Peaks(total, other, self.output, "traced", counted)

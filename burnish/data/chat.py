@@ -113,25 +113,7 @@ def encode_conversation(
     no assistant turn to train on, or one that :func:`burnish.data.turns.locate_turns` refuses.
     """
     messages = as_messages(messages)
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= trained_from]
-    if not turns:
-        raise DataError(
-            "the conversation has no assistant message to train on (roles: "
-            f"{roles_of(messages)}); add one, or drop the row"
-        )
-    if turns[0] == 0:
-        raise DataError(
-            "the conversation begins with an assistant message, which answers nothing; add a user "
-            "message before it"
-        )
-    flags = trained_flags(messages)
-    learned = [turn for turn in turns[-1 if only_last else 0 :] if flags[turn]]
-    if not learned:
-        raise DataError(
-            "every assistant message that could be trained on has train: false or weight: 0; drop "
-            "the row"
-        )
-    note_flags(messages, learned)
+    learned = trained_turns(messages, trained_from=trained_from, only_last=only_last)
     cut = learned[-1] if is_cut(messages[learned[-1]]) else None
     if any(is_cut(messages[turn]) for turn in learned[:-1]):
         note(
@@ -204,6 +186,33 @@ def encode_plain_conversation(
             mask += [is_end] * len(piece[:1]) + [False] * len(piece[1:])
         text += content
     return ids, mask
+
+
+def trained_turns(
+    messages: Sequence[Message], *, trained_from: int = 0, only_last: bool = False
+) -> list[int]:
+    """Return the indices of the messages that are trained on, as described for
+    :func:`encode_conversation`. Raises DataError if there is none."""
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= trained_from]
+    if not turns:
+        raise DataError(
+            "the conversation has no assistant message to train on (roles: "
+            f"{roles_of(messages)}); add one, or drop the row"
+        )
+    if turns[0] == 0:
+        raise DataError(
+            "the conversation begins with an assistant message, which answers nothing; add a user "
+            "message before it"
+        )
+    flags = trained_flags(messages)
+    trained = [turn for turn in turns[-1 if only_last else 0 :] if flags[turn]]
+    if not trained:
+        raise DataError(
+            "every assistant message that could be trained on has train: false or weight: 0; drop "
+            "the row"
+        )
+    note_flags(messages, trained)
+    return trained
 
 
 def note_cut() -> None:

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-TOKENS, TOKENS_MASK, TOKENS_TEXT = "tokens", "tokens_mask", "tokens_text"
-"""Columns of the exact token ids of an episode (written by the job generate): the ids, true for
-those that the policy sampled, and the text that they decode to."""
 PLAIN_TEXT = "plain_text"
 """Column of rows of episodes without a chat template: true if the contents of the messages, joined,
 are the text of the tokens."""
@@ -359,27 +356,23 @@ def note_unused_template(
         )
 
 
-def sampled_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> TokenRow | None:
-    """Return the exact tokens of an episode, trained where the policy sampled them.
-
-    Return None if the row has none, or if they do not decode to their text with this tokenizer
-    (recorded as a notice).
-    """
-    ids, mask, text = (row.values.get(key) for key in (TOKENS, TOKENS_MASK, TOKENS_TEXT))
-    if ids is None or mask is None or text is None:
-        return None
-    if not isinstance(ids, list | tuple) or not isinstance(mask, list | tuple):
-        return None
-    usable = 0 < len(ids) == len(mask) and all(type(i) is int and i >= 0 for i in ids)
-    if usable and max(ids) < num_tokens(tokenizer) and str(tokenizer.decode(list(ids))) == text:
-        return token_row(ids, [bool(m) for m in mask])
-    note("other_tokens", _OTHER_TOKENS)
-    return None
+OTHER_TOKENS = "other_tokens"
+"""Notice of rows whose token ids are not used, and its name in counts."""
 
 
-_OTHER_TOKENS = (
+def note_other_tokens(reason: str) -> None:
+    """Record a notice for a row whose text is tokenized again. ``reason``: why its ids are not
+    used."""
+    note(
+        OTHER_TOKENS,
+        f"{reason}, so the text is tokenized again; without the columns of token ids, or with "
+        "data.use_tokens: false in a job that trains, it is so without a notice",
+    )
+
+
+OTHER_TEXT = (
     "the row's token ids do not decode to its text with this tokenizer (another model's, or the "
-    "text was changed), so the text is tokenized again; use_tokens: false does so silently"
+    "text was changed)"
 )
 
 
@@ -414,7 +407,7 @@ def _sampled(
         alone = response_decoder(tokenizer)(ids)
         if exchange.response in (alone, response_text(tokenizer, prompt_ids, ids)):
             return token_row([*prompt_ids, *ids], [False] * len(prompt_ids) + [True] * len(ids))
-    note("other_tokens", _OTHER_TOKENS)
+    note_other_tokens(OTHER_TEXT)
     return None
 
 

@@ -151,9 +151,10 @@ class _Writer:
         if sample.reward_parts:
             common |= {"reward": sample.reward, "rewards": dict(sample.reward_parts)}
         for token_row in sample.rows:
-            row = common | self._columns(conversation_columns(episode, token_row))
+            conversation = conversation_columns(episode, token_row)
+            row = common | self._columns(conversation)
             if self.with_tokens and self.tokenizer is not None:
-                row |= token_columns(token_row, self.tokenizer)
+                row |= token_columns(episode, token_row, conversation, self.tokenizer)
             yield row
 
     def _columns(self, columns: DataRow) -> DataRow:

@@ -3,6 +3,7 @@ response is trained once, with an end only if it has one; score gives rewards wh
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -14,9 +15,12 @@ from scripted_episodes import Player, Scripted
 
 from burnish.config.generate import AllSamples, BestOfN
 from burnish.config.rewards import ShapingConfig
+from burnish.data.batches import load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.encode import SFTEncoder
+from burnish.data.episode_rows import TOKEN_COLUMNS
 from burnish.data.forms import open_rows
+from burnish.data.notices import collecting
 from burnish.data.prompts.generation import GenerationPrompt
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import GivenResponses
@@ -128,8 +132,7 @@ def test_every_reader_trains_each_sampled_response_once(
     assert trained(path, other) == expected
     path, without = written(tmp_path, player, prompt, sample, with_tokens=False, suffix=suffix)
     assert trained(path, player.tokenizer) == expected
-    columns = {"tokens", "tokens_mask", "tokens_text"}
-    assert without == [{k: v for k, v in row.items() if k not in columns} for row in rows]
+    assert without == [{k: v for k, v in row.items() if k not in TOKEN_COLUMNS} for row in rows]
 
 
 def test_rows_of_rendered_histories_train_their_own_turn(tmp_path: Path) -> None:
@@ -143,6 +146,70 @@ def test_rows_of_rendered_histories_train_their_own_turn(tmp_path: Path) -> None
     for options in ({}, {"use_tokens": False}):
         texts = [[text for text, _ in row] for row in trained(path, player.tokenizer, **options)]
         assert texts == [["<think>\nx\n</think>\n\na"], ["b", "c"]]
+
+
+def edited(**changes: Any) -> Any:
+    """Change the last message of a row."""
+    return lambda row: row["messages"][-1].update(changes)
+
+
+def improved(row: dict[str, Any]) -> None:
+    row["improved"] = [*START, {"role": "assistant", "content": "better"}]
+
+
+def answered(row: dict[str, Any]) -> None:
+    del row["messages"]
+    row["response"] = "better"
+
+
+CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "only the last turn": (None, {"train_on_turns": "last"}, True),
+    "a message is not trained": (edited(train=False), {}, True),
+    "flags of the row's other readers": (edited(weight=1), {}, True),
+    "the text is corrected": (edited(content="corrected"), {}, False),
+    "a call is added": (
+        edited(tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+        {},
+        False,
+    ),
+    "the question is another": (lambda row: row["messages"][0].update(content="r"), {}, False),
+    "a turn is removed": (lambda row: row["messages"].pop(), {}, False),
+    "a client's message is trained": (lambda row: row["messages"][1].pop("train"), {}, False),
+    "tools": (lambda row: row.update(tools=[{"name": "f", "parameters": {}}]), {}, False),
+    "tools_key": (lambda row: row.update(t=[{"name": "f"}]), {"tools_key": "t"}, False),
+    "messages_key": (improved, {"messages_key": "improved"}, False),
+    "a response": (answered, {}, False),
+    "system_prompt": (None, {"system_prompt": "Be kind."}, False),
+}
+"""Edit of a row, settings, and whether its tokens are still those of the messages."""
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_tokens_do_not_override_messages_flags_and_settings(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
+    """The last row of an episode is trained as its text is, with its own tokens if these are those
+    of the messages; a row that is not is counted."""
+    edit, options, keeps_tokens = CHANGES[name]
+    status, turns, _ = EPISODES["a sub-agent and an edited conversation"]
+    player = Player(chat_tokenizer("chatml"))
+    prompt, sample = player.prompt(START), player.episode(START, turns, status=status)
+    _, rows = written(tmp_path, player, prompt, sample)
+    row = json.loads(json_line(rows[-1]))
+    if edit is not None:
+        edit(row)
+    path = tmp_path / f"edited{suffix}"
+    if suffix == ".parquet":
+        write_parquet([lambda: [row]], path)
+    else:
+        path.write_bytes(json_line(row))
+    with collecting() as notices:
+        found = trained(str(path), player.tokenizer, **options)
+    assert found == trained(str(path), player.tokenizer, use_tokens=False, **options)
+    assert ("other_tokens" not in notices) == keeps_tokens
+    batch = load_batch(SFTDataConfig(sources=(str(path),), **options), player.tokenizer)  # type: ignore[arg-type]
+    assert (batch.tokens.tolist() == row["tokens"]) == keeps_tokens
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -214,3 +281,36 @@ def test_rows_of_several_conversations_are_scored_as_their_own(tmp_path: Path) -
             *(("a", False), ("summary", True), ("c", False)),
         ]
         assert [len(conversation(RewardInput(prompt, s))) for s in samples] == [2, 2, 6]
+
+
+@pytest.mark.parametrize("change", ["text", "system_prompt"])
+def test_rewards_of_score_read_one_version_of_a_row(change: str, tmp_path: Path) -> None:
+    """After an edit, or with another system message, texts, messages and tokens agree."""
+    player = Player(chat_tokenizer("chatml"))
+    turns = [Scripted("a", GO), Scripted("b", GO)]
+    prompt, sample = player.prompt(START), player.episode(START, turns)
+    path, (row,) = written(tmp_path, player, prompt, sample)
+    options: dict[str, Any] = {}
+    if change == "text":
+        row["messages"][-2]["content"] = "corrected"
+        Path(path).write_bytes(json_line(row))
+    else:
+        options["system_prompt"] = "Be kind."
+    config = ResponseDataConfig(sources=(path,), **options)  # type: ignore[arg-type]
+    (given,) = GivenResponses(config, player.tokenizer).take(0, 1)
+    scored = given.group.samples[0]
+    messages = conversation(RewardInput(given.group.prompt, scored))
+    answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    assert scored.text == answers[-1] == ("corrected" if change == "text" else "b")
+    assert ("Be kind." in player.tokenizer.decode(scored.prompt_ids)) == (change != "text")
+    assert (messages[0]["role"] == "system") == (change != "text")
+
+
+def test_score_reads_the_response_column_that_a_recipe_names(tmp_path: Path) -> None:
+    player = Player(chat_tokenizer("chatml"))
+    prompt, sample = player.prompt(START), player.episode(START, [Scripted("a")])
+    path, (row,) = written(tmp_path, player, prompt, sample)
+    Path(path).write_bytes(json_line(row | {"improved": "better"}))
+    config = ResponseDataConfig(sources=(path,), response_key="improved")  # type: ignore[arg-type]
+    (given,) = GivenResponses(config, player.tokenizer).take(0, 1)
+    assert given.group.samples[0].text == "better"

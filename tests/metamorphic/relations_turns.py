@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from metamorphic.base import Draw, Refused, equal, relation
@@ -105,9 +109,9 @@ def rows_of(draw: Draw, player: Player, prompt: Prompt, sample: Sample) -> str:
     return write_rows(draw, chosen.rows, name)
 
 
-def trained(path: str, tokenizer: Tok, *, use_tokens: bool) -> Any:
+def trained(path: str, tokenizer: Tok, *, use_tokens: bool, **options: Any) -> Any:
     """(ids, mask) that ``burnish sft`` trains on."""
-    config = SFTDataConfig(sources=(path,), max_len=4000, use_tokens=use_tokens)  # type: ignore[arg-type]
+    config = SFTDataConfig(sources=(path,), max_len=4000, use_tokens=use_tokens, **options)  # type: ignore[arg-type]
     (source,) = open_rows(config)
     row = SFTEncoder(config, tokenizer).encode(source[0], RowRef("rows", 0, 0))
     return list(row.ids), list(row.mask)
@@ -154,6 +158,53 @@ def one_turn_is_a_row_of_a_response(draw: Draw) -> None:
         equal(found, trained(single, tokenizer, use_tokens=use_tokens), "trained row")
     read = (scored(path, player.tokenizer, other) for path in (of_episode, single))
     equal(next(read), next(read), "input of rewards")
+
+
+@relation
+def tokens_follow_messages_and_settings(draw: Draw) -> None:
+    """The row of an episode of several turns, edited or read with other settings, is trained as its
+    text is: the same words, and the same answers with the same ends. Exact."""
+    from chat_families import FAMILIES, chat_tokenizer
+
+    rng = draw.rng
+    families = sorted(set(FAMILIES) - {"harmony"})  # it writes a channel before each answer
+    player = Player(chat_tokenizer(draw.one(family=families)), "keep")
+    draw.note(with_tokens=True)
+    words = [f"w{rng.randrange(99)}" for _ in range(2 * rng.randint(1, 4))]
+    messages = [{"role": "user", "content": word} for word in words[::2]]
+    turns = [
+        Scripted(word, [message])
+        for word, message in zip(words[1::2], [*messages[1:], messages[0]], strict=True)
+    ]
+    prompt = player.prompt(messages[:1])
+    path = rows_of(draw, player, prompt, player.episode(messages[:1], turns))
+    row = json.loads(Path(path).read_text().splitlines()[-1])
+    kind = draw.one(edit=["none", "flags", "text", "shorter", "longer", "tools"])
+    place = draw.one(place=range(len(row["messages"])))
+    if kind == "flags":
+        row["messages"][place]["train"] = False
+    elif kind == "text":
+        row["messages"][place]["content"] += " more"
+    elif kind == "shorter":
+        row["messages"] = row["messages"][: place + 1]
+    elif kind == "longer":
+        row["messages"] += [messages[0], {"role": "assistant", "content": "more"}]
+    elif kind == "tools":
+        row["tools"] = [{"name": "more", "parameters": {"type": "object"}}]
+    options = draw.one(options=[{}, {"train_on_turns": "last"}, {"system_prompt": "Be kind."}])
+    path = write_rows(draw, [row], "edited.jsonl")
+    read = []
+    for use_tokens in (True, False):
+        ids, mask = trained(path, player.tokenizer, use_tokens=use_tokens, **options)
+        runs = [[i for i, _ in run] for on, run in groupby(zip(ids, mask, strict=True), _on) if on]
+        end = len(mask) - mask[::-1].index(True)
+        words = re.findall(r"w\d+|more|kind", player.tokenizer.decode(ids[:end]))
+        read.append((words, [player.tokenizer.decode(run).strip() for run in runs]))
+    equal(read[0], read[1], "words of the row, and trained answers")
+
+
+def _on(item: tuple[int, bool]) -> bool:
+    return item[1]
 
 
 @relation

@@ -37,9 +37,9 @@ class SFTDataConfig(DataConfig):
     """Assistant messages of a conversation that are trained on: all, or only the last. Messages
     with ``train: false`` or ``weight: 0`` never are."""
     use_tokens: bool = True
-    """Train on a response's sampled token ids if the row has them (``response_tokens``, from
-    generate) and they decode to its text. Its end is the sampled one; a truncated response gets no
-    end token."""
+    """Train on a response's sampled token ids if the row has them (``response_tokens``, or
+    ``tokens`` of an episode, from generate) and they are those of its text, or of its messages and
+    tools. Its end is the sampled one; a truncated response gets no end token."""
     max_len: int = Field(2048, ge=2)
     """Maximum row tokens; see ``overlong``. An answer that lost its beginning or entire prompt is
     not trained on; rows without another answer are dropped."""

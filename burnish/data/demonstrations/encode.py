@@ -15,9 +15,11 @@ from burnish.data.chat import (
     encode_conversation,
     encode_plain_conversation,
     encode_prompt,
+    trained_turns,
 )
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.read import demonstration_key
+from burnish.data.episode_rows import OTHER_MESSAGES, has_tokens, sampled_row
 from burnish.data.left_out import check_rendering
 from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
@@ -28,8 +30,8 @@ from burnish.data.rows import (
     encode_exchange,
     exchange,
     is_cut,
+    note_other_tokens,
     prompt_column,
-    sampled_row,
     system_of,
     token_row,
     tools_column,
@@ -83,10 +85,9 @@ class SFTEncoder:
 
     def _encode(self, row: Row) -> TokenRow:
         config, tokenizer = self._config, self._tokenizer
-        sampled = sampled_row(row, tokenizer) if config.use_tokens else None
-        if sampled is not None:
-            return replace(sampled, answers=sampled.mask)
         kind = demonstration_key(row, config)
+        if config.use_tokens and kind in (config.text_key, config.response_key) and has_tokens(row):
+            note_other_tokens(OTHER_MESSAGES)
         if kind == config.text_key:
             return self._encode_text(row.values[kind])
         if kind == config.response_key:
@@ -113,6 +114,7 @@ class SFTEncoder:
                 "unchanged; remove it, or use rows of chat messages"
             )
         messages = as_messages(content, system_prompt=system)
+        tools = tools_column(row, config)
         if config.train_on_prompt and not all(trained_flags(messages)):
             raise DataError(
                 "a message has train: false or weight: 0, but train_on_prompt=true trains on all "
@@ -123,13 +125,17 @@ class SFTEncoder:
         else:
             note_other_roles(messages)
         cut = is_cut(row, kind)
+        if config.use_tokens:
+            trained = trained_turns(messages, only_last=self._only_last)
+            sampled = sampled_row(row, tokenizer, messages, tools, trained=trained)
+            if sampled is not None:
+                return replace(sampled, answers=sampled.mask)
         if is_plain:
             plain = encode_plain_conversation(
                 tokenizer, messages, only_last=self._only_last, is_cut=cut
             )
             encoded = token_row(*plain)
             return replace(encoded, answers=encoded.mask)
-        tools = tools_column(row, config)
         check_rendering(tokenizer, messages, tools, system_prompt=system)
         if cut:
             messages = with_cut_end(messages)

@@ -14,11 +14,12 @@ from burnish.compact import IntRuns
 from burnish.data.chat import encode_completion, encode_prompt, response_text
 from burnish.data.decoding import response_decoder
 from burnish.data.encoded import EncodedTable
-from burnish.data.episode_rows import episode_of
+from burnish.data.episode_rows import episode_of, sampled_row
+from burnish.data.messages import as_messages
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
 from burnish.data.prompts.generation import COLUMNS_OF_EPISODES, OWN_COLUMNS
 from burnish.data.responses.config import ResponseDataConfig
-from burnish.data.rows import column, sampled_row
+from burnish.data.rows import column, system_of, tools_column
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
 from burnish.transcript import CUT, Episode, FinishReason
@@ -81,7 +82,7 @@ class ResponseEncoder:
                 "response_key to another one"
             )
         finish = self._finish_reason(row)
-        episode = episode_of(row.columns, finish=finish)
+        episode = self._episode(row, finish)
         prompts = self._prompts if episode is None else self._starts
         prompt = prompts.encode(row, ref)
         # Rewards get the columns that they received when the response was sampled.
@@ -109,11 +110,31 @@ class ResponseEncoder:
         )
         return GivenResponse(Group(ref.row, prompt, (sample,)), dict(row.columns))
 
+    def _episode(self, row: Row, finish: FinishReason) -> Episode | None:
+        """Return the episode of a row, as the recipe reads it. None: the row has none, or the
+        recipe names another column with the response."""
+        config = self._config
+        episode = None
+        if not config.is_own("response_key"):
+            episode = episode_of(row.columns, finish=finish)
+        if episode is None:
+            return None
+        system = system_of(row, config, episode.start)
+        if system is not None and episode.turns[-1].is_text:
+            raise DataError(
+                "there is a system message (system_prompt of the recipe, or a column system or "
+                "system_prompt), but the row is plain text (plain_text: true), which is used "
+                "unchanged; remove it"
+            )
+        start = as_messages(episode.start, system_prompt=system)
+        return replace(episode, start=tuple(start), tools=tuple(tools_column(row, config) or ()))
+
     def _episode_tokens(self, row: Row, episode: Episode) -> tuple[TokenRow, str]:
         """Return the token row of an episode, and the text of its last response: as sampled if the
-        row has the tokens of this tokenizer, else its last response, rendered."""
+        row has its tokens, else its last response, rendered."""
         tokenizer, last = self._tokenizer, episode.turns[-1]
-        sampled = sampled_row(row, tokenizer)
+        trained = [len(episode.messages_before(turn)) for turn in range(len(episode.turns))]
+        sampled = sampled_row(row, tokenizer, episode.messages, episode.tools, trained=trained)
         if sampled is not None:
             begin = sampled.prompt_len
             tokens = _tokens(sampled.ids[:begin], sampled.ids[begin:], sampled.mask[begin:])

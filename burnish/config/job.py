@@ -435,11 +435,45 @@ def flash_rules(roles: Sequence[TrainRole], train: TrainConfig) -> Iterator[str]
             )
 
 
+def compile_rules(roles: Sequence[TrainRole], train: TrainConfig) -> Iterator[str]:
+    """Yield an error for each setting with which layers are not compiled."""
+    if train.layout == "padded":
+        yield (
+            "train.compile=layers with train.layout=padded: layers are compiled for packed rows; "
+            "use train.layout=packed or shared_prefix, or train.compile=off"
+        )
+    if (problem := train.engine.compile_problem) is not None:
+        yield f"train.compile=layers with {problem}; use train.compile=off"
+    if train.moe_aux_loss_coef:
+        yield (
+            f"train.compile=layers with train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}: the "
+            "routing of tokens is recorded by hooks inside of layers, which compiled layers do not "
+            "call; use train.compile=off, or train.moe_aux_loss_coef=0"
+        )
+    for role in roles:
+        implementation = role.model.attn_implementation
+        if implementation != "auto":
+            yield (
+                f"train.compile=layers with attn_implementation={implementation} of the "
+                f"{role.name}, which pads rows; use attn_implementation=auto, or "
+                "train.compile=off"
+            )
+        lora = role.model.lora
+        if lora is not None and lora.quantization is not None:
+            yield (
+                f"train.compile=layers with lora.quantization={lora.quantization.kind} of the "
+                f"{role.name}: its weights are unpacked by code that is not compiled; remove "
+                "quantization, or use train.compile=off"
+            )
+
+
 def attention_rules(roles: Sequence[Role], train: TrainConfig) -> Iterator[str]:
     """Yield an error for each setting that contradicts the attention of a model."""
     trained = [role for role in roles if isinstance(role, TrainRole)]
     if train.attention == "flash":
         yield from flash_rules(trained, train)
+    if train.compile == "layers":
+        yield from compile_rules(trained, train)
     for role in trained:
         implementation = role.model.attn_implementation
         if implementation == "auto":

@@ -44,6 +44,9 @@ class TrainConfig(ScheduleConfig):
     """Attention of packed rows. flash: FlashAttention over the lengths of rows, without masks or
     copies (bf16 or fp16 on a GPU; heads of equal sizes up to 256; no softcap, sinks or dropout).
     sdpa: torch's, over rectangles of rows of similar length. auto: flash where it can be used."""
+    compile: Literal["off", "layers"] = "off"
+    """layers: compile the decoder layers around their attention (torch.compile; once per class of
+    layer, for rows of any length). Fewer, larger kernels; half a minute at the first step."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     optimizer: OptimizerConfig = AdamW()

@@ -81,6 +81,11 @@ class TrainEngineFacts(ABC):
         None if it supports all settings of ``model.lora``."""
         return None
 
+    @property
+    def compile_problem(self) -> str | None:
+        """Reason why layers cannot be compiled (``train.compile``). None if they can."""
+        return None
+
     @abstractmethod
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
@@ -147,6 +152,15 @@ class TorchEngine(Node, TrainEngineFacts):
             f"train.engine.tensor_parallel_size={self.tensor_parallel_size}: 4-bit blocks, norms "
             "of weights and saved modules are not split over the ranks of a layer; use "
             "tensor_parallel_size=1 with train.engine.sharding=full"
+        )
+
+    @property
+    def compile_problem(self) -> str | None:
+        if self.tensor_parallel_size == 1:
+            return None
+        return (
+            f"train.engine.tensor_parallel_size={self.tensor_parallel_size}: ranks add their parts "
+            "of a layer inside it, in code that is not compiled"
         )
 
     @property
@@ -267,6 +281,13 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
             "all parameters of a layer, also 4-bit codes, and stage 3 splits them, so only plain "
             "adapters on inner layers are exact; use train.engine.kind=torch, which shards with "
             "train.engine.sharding=full"
+        )
+
+    @property
+    def compile_problem(self) -> str | None:
+        return (
+            "train.engine.kind=deepspeed: ZeRO gathers weights by hooks inside of layers, which "
+            "compiled layers do not call"
         )
 
     @property

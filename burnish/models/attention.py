@@ -300,7 +300,7 @@ def _window(module: nn.Module, keywords: Any) -> int | None:
     return _WINDOWS[module]
 
 
-def _attention(
+def burnish_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -448,7 +448,7 @@ def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: Optio
     return out.reshape(batch, 1, heads, values.shape[-1])
 
 
-AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionInterface.register(ATTENTION_NAME, burnish_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 

@@ -357,6 +357,11 @@ def _assumptions(
             f"attention uses the kernels of torch {major}.{minor} (installed here) for this GPU; "
             "if no fused kernel supports a format or head size, the attention scores are counted"
         )
+    if any(role.train.compile == "layers" for role in job.train_roles):
+        yield (
+            "compiled layers (train.compile) are planned as if they were not: they save fewer "
+            "activations, so this is an upper bound"
+        )
     if not job.inline:
         yield f"Ray kills workers above {over['ray_limit']:.0%} of a node's memory"
         if hardware.gpu is not None and "kept-cache" not in assume:

@@ -52,7 +52,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ from burnish.models.buffers import (
     num_buffer_bytes,
     persistent_buffers,
 )
+from burnish.models.compiled_layers import CompiledLayers
 from burnish.models.dropout import start_training
 from burnish.models.flash import FlashSwitch
 from burnish.models.half_linear import use_fp32_products
@@ -146,6 +147,8 @@ class BaseTrainEngine(ABC):
         self.scalar, self.body = self.forward.scalar, self.forward.body
         self.forward.distill_target = spec.load_distill_target(self.device)
         self.forward.entropy_order = spec.entropy_order
+        self.compiled = None if spec.role.train.compile == "off" else CompiledLayers(self.body)
+        """Compiled layers of the model's passes. None: layers run as they are."""
         if not spec.role.trainable:
             model.requires_grad_(False)
         elif spec.role.train.gradient_checkpointing:
@@ -332,6 +335,8 @@ class BaseTrainEngine(ABC):
         while stats is None:
             stats = self._add_all_again()
         self.model.eval()
+        if self.compiled is not None:
+            self.compiled.report(self.role)
         if self.device.type == "cuda":  # attribute the time to this call, not to optim_step
             torch.cuda.synchronize(self.device)
         return self.data_parallel.sum_stats(stats)
@@ -496,7 +501,8 @@ class BaseTrainEngine(ABC):
         try:
             for number, (share, rows, loss) in enumerate(micros):
                 compute = partial(self._scaled_loss, share.batch, rows, loss)
-                bad = self._find_bad(compute, together=together)
+                with nullcontext() if self.compiled is None else self.compiled.paused():
+                    bad = self._find_bad(compute, together=together)
                 if bad is not None:
                     text = bad_tensor_message(bad, [share.row_numbers[row] for row in rows])
                     candidates.append((number, STAGES.index(bad.stage), text))

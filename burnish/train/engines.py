@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.models.compiled_layers import check_compile
 from burnish.models.end_tokens import add_end_tokens
 from burnish.models.load import hf_config, load_causal_lm
 from burnish.models.lora import adapted_ends
@@ -50,6 +51,9 @@ def load_engine(
         config = random or hf_config(role.model)
         packs = config is None or model_support(config, trust=runs_own_code(config)).packed
         spec.choose_attention(config, device, role.train.layout if packs else "padded")
+    if role.train.compile == "layers":
+        config = random or hf_config(role.model)
+        check_compile(config, device)
     # Trained weights become the unrounded masters.
     dtype: Dtype = "fp32" if role.trainable and role.model.lora is None else role.dtype
     home = load_device(spec, device, ranks)

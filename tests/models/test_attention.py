@@ -151,12 +151,12 @@ def test_without_a_plan_the_model_equals_transformers() -> None:
 
 
 def test_keywords_that_packed_attention_would_ignore_are_refused_by_name() -> None:
-    from burnish.models.attention import _attention
+    from burnish.models.attention import burnish_attention
 
     plan = plan_segments([Segment(0, 2)], torch.arange(2))
     q = torch.zeros(1, 2, 2, 8)
     for name in ("s_aux", "indices", "position_bias"):
         with pytest.raises(NotImplementedError, match=name):
-            _attention(torch.nn.Identity(), q, q, q, None, plan=plan, **{name: q})
+            burnish_attention(torch.nn.Identity(), q, q, q, None, plan=plan, **{name: q})
     with pytest.raises(NotImplementedError, match="its own attention mask"):
-        _attention(torch.nn.Identity(), q, q, q, q, plan=plan)
+        burnish_attention(torch.nn.Identity(), q, q, q, q, plan=plan)

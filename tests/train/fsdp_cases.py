@@ -18,6 +18,7 @@ from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.config.train_engines import TorchEngine
 from burnish.distributed.process_group import RankGroup
+from burnish.models.compiled_layers import CompiledLayers
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.optimizers.adafactor.config import Adafactor
@@ -61,6 +62,7 @@ MODELS = {
     "odd": ModelConfig(scratch=ScratchConfig(hidden_size=72, num_layers=1)),
 }
 """53 rows of embeddings and adapters of 3: not divisible by 2."""
+CompiledLayers.backend = "aot_eager"  # the graphs of a run, without a compiler of C++
 TEAMS = ("sequence_parallel_size", "tensor_parallel_size")
 
 
@@ -107,6 +109,8 @@ OPTIONS = [
     Case(model="untied", train={"optimizer": MUON, "weight_decay": 0.1, "ema_decay": 0.9}),
     Case(model="lora", train={"optimizer": MUON}, engine={"cpu_offload": True}),
     Case(model="untied", train={"optimizer": "adafactor", "weight_decay": 0.1}),
+    Case(train={"compile": "layers"}),
+    Case(model="lora", train={"compile": "layers", "gradient_checkpointing": True}),
 ]
 """What the engine can be told."""
 

@@ -153,7 +153,7 @@ def engine_of(
         max_tokens_per_micro_batch=case.budget,
         attention="auto" if setup.tiny else "flash",  # (tiny: fp32)
         lr=LR,
-        **setting.keys,
+        **({} if setup.tiny else setting.keys),
     )
 
 

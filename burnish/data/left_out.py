@@ -8,6 +8,7 @@ Reading order: check_rendering, Field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -46,7 +47,7 @@ REFUSED_IN_EPISODES: frozenset[Field] = frozenset({"content"})
 """Fields that may not be left out of a running episode. The policy may write text with tool
 calls, and a tool format may be described in the system prompt, with calls that the template does
 not render."""
-_Shape = tuple[str, bool, int, bool, tuple[str, ...]]
+_Shape = tuple[str, bool, tuple[bool, ...], bool, tuple[str, ...]]
 _Sequence = tuple[str, tuple[_Shape, ...], bool]
 _LeftOut = tuple[tuple[Field, str], ...]
 _left_out: WeakKeyDictionary[PreTrainedTokenizerBase, dict[_Sequence, _LeftOut]] = (
@@ -183,7 +184,8 @@ def _fields_left_out(
     known = _left_out.setdefault(tokenizer, {})
     shapes = tuple(
         (
-            *(m["role"], _has_prose(m), len(m.get("tool_calls", ())), REASONING[0] in m),
+            *(m["role"], _has_prose(m), tuple(map(_names_id, m.get("tool_calls", ())))),
+            REASONING[0] in m,
             marked_parts(m, tags),
         )
         for m in messages
@@ -194,6 +196,13 @@ def _fields_left_out(
             known.clear()
         known[key] = _find_left_out(tokenizer, messages, tools, tags)
     return known[key]
+
+
+def _names_id(call: Message) -> bool:
+    """Return whether the name of a tool call is a word of its id, which some templates render alone
+    (Kimi K2: ``functions.look_up:0``)."""
+    name = re.escape(call["function"]["name"])
+    return re.search(rf"(?<!\w){name}(?!\w)", str(call.get("id", ""))) is not None
 
 
 def _has_prose(message: Message) -> bool:
@@ -217,8 +226,12 @@ def _find_left_out(
         role, calls = str(message["role"]), message.get("tool_calls", ())
         if (lost := _lost_text(i, message, text, tags)) is not None:
             left_out.append(("text with tool calls" if calls and lost == "content" else lost, role))
-        marks = [f"{mark}{i}x{k}end" for k in range(len(calls)) for mark in ("name", "value")]
-        if not all(mark in text for mark in marks):
+        names = [
+            str(call["id"]) if _names_id(call) and str(call["id"]) in text else f"name{i}x{k}end"
+            for k, call in enumerate(calls)
+        ]
+        values = [f"value{i}x{k}end" for k in range(len(calls))]
+        if not all(mark in text for mark in (*names, *values)):
             left_out.append(("tool calls", role))
     if tools and plain == text:
         left_out.append(("tools", ""))

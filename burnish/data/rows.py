@@ -247,6 +247,8 @@ class Exchange:
     tools: list[dict[str, Any]] | None = None
     response_ids: Sequence[int] | None = None
     """The sampled ids of ``response`` (in rows written by the job generate). None if unknown."""
+    sampled_prompt_ids: Sequence[int] | None = None
+    """The ids after which ``response`` was sampled (``prompt_tokens``). None if unknown."""
     system: str | None = None
     """System message before the prompt."""
     may_be_empty: bool = False
@@ -268,6 +270,7 @@ def exchange(
         content_column(row, key, field),
         tools_column(row, config),
         list(ids or ()) if usable else None,
+        row.values.get("prompt_tokens"),
         system_of(row, config, prompt),
         is_cut=is_cut(row, key),
     )
@@ -376,6 +379,13 @@ OTHER_TEXT = (
 )
 
 
+_OTHER_PROMPT = (
+    "a sampled response is trained after another prompt than the one after which it was sampled "
+    "(prompt_tokens): the prompt was edited, or model.chat_template, model.chat_template_kwargs, "
+    "system_prompt or the date differ from those of generate; set them as there"
+)
+
+
 def is_text(*values: Any) -> bool:
     """Return whether all values are strings."""
     return all(isinstance(value, str) for value in values)
@@ -406,6 +416,9 @@ def _sampled(
     if min(ids) >= 0 and max(ids) < num_tokens(tokenizer):
         alone = response_decoder(tokenizer)(ids)
         if exchange.response in (alone, response_text(tokenizer, prompt_ids, ids)):
+            before = exchange.sampled_prompt_ids
+            if isinstance(before, list | tuple) and list(before) != prompt_ids:
+                note("other_prompt", _OTHER_PROMPT)
             return token_row([*prompt_ids, *ids], [False] * len(prompt_ids) + [True] * len(ids))
     note_other_tokens(OTHER_TEXT)
     return None

@@ -230,3 +230,13 @@ def test_a_column_of_another_type_is_not_read_as_ids(chars: Tok, jsonl: Jsonl) -
     for other in (3, "12", [], ["1"], [True], [-1], [10**9], json.dumps([1])):
         path = jsonl([row | {"response_tokens": other}])
         assert load_batch(SFTDataConfig(sources=(path,)), chars).tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_response_after_another_prompt_is_counted(chars: Tok, jsonl: Jsonl, same: bool) -> None:
+    ids = [*chars("12", add_special_tokens=False)["input_ids"], chars.eos_token_id]
+    before = chars("1+1=" if same else "1+2=")["input_ids"]
+    row = {"prompt": "1+1=", "response": "12", "response_tokens": ids, "prompt_tokens": before}
+    stream = BatchStream(SFTDataConfig(sources=(jsonl([row] * 2),)), chars, seed=0)
+    stream.next(2)
+    assert stream.counts.get("rows_other_prompt", 0) == (0 if same else 2)

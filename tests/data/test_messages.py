@@ -268,3 +268,22 @@ def test_a_template_that_drops_earlier_reasoning_renders_every_role(
     )
     messages = [USER, {"role": "assistant", "content": "think=2"}]
     assert "think" not in text_of(chars, rows(chars, jsonl([{"messages": messages}])))
+
+
+@pytest.mark.parametrize("call_id", ["functions.f:0", "call0"])
+def test_a_name_that_is_rendered_in_the_id_alone_is_not_left_out(
+    chars: Tok, jsonl: Jsonl, call_id: str
+) -> None:
+    """As Kimi K2's template does; an id without the name is refused."""
+    chars.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    call = {"id": call_id, "function": {"name": "f", "arguments": {"a": 1}}}
+    path = jsonl([{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}])
+    if call_id == "call0":
+        with pytest.raises(DataError, match="tool calls"):
+            rows(chars, path)
+    else:
+        assert rows(chars, path).num_rows == 1

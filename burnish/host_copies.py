@@ -98,7 +98,7 @@ class HostStream:
         """Pass the bytes of ``tensor``, converted to ``dtype``, to ``take`` in one or several
         calls. Calls for tensors on a GPU may be made in a later ``add`` or in :meth:`flush`."""
         dtype = dtype or tensor.dtype
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.detach().reshape(-1).contiguous()  # (a column can be flat and strided)
         if tensor.device.type == "cpu" and not self._pending:
             for piece in flat.split(max(PIECE_BYTES // dtype.itemsize, 1)):
                 if piece.numel():

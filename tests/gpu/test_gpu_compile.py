@@ -14,7 +14,10 @@ from burnish.models.compiled_layers import Compilations, CompiledLayers
 from burnish.models.flash import FlashSwitch
 from burnish.models.segments import Segment
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def body_of(depth: int) -> Any:

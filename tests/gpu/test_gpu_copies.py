@@ -16,7 +16,10 @@ from burnish.sync.base import End, encode
 from burnish.sync.buckets import messages
 from burnish.sync.snapshot import SnapshotSource
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def weights() -> dict[str, Tensor]:

@@ -306,6 +306,28 @@ def test_rewards_of_score_read_one_version_of_a_row(change: str, tmp_path: Path)
     assert (messages[0]["role"] == "system") == (change != "text")
 
 
+@pytest.mark.parametrize("finish", ["stop", CUT])
+@pytest.mark.parametrize("with_tokens", [True, False])
+@pytest.mark.parametrize("family", ["chatml", "chatml_drops", "llama3", "xml"])
+def test_score_reads_the_reasoning_of_the_last_response(
+    family: str, with_tokens: bool, finish: Any, tmp_path: Path
+) -> None:
+    """Also without the tokens of the row: as the template writes the response."""
+    player = Player(chat_tokenizer(family), "template")
+    last = Scripted("<think>\nso\n</think>\n\nfour", finish=finish)
+    prompt = player.prompt(START)
+    sample = player.episode(START, [Scripted("a", GO), last])
+    path, _ = written(tmp_path, player, prompt, sample, with_tokens=with_tokens)
+    config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    given = GivenResponses(config, player.tokenizer).take(0, 9)[-1]
+    scored = given.group.samples[0]
+    assert scored.text == sample.text
+    assert tuple(scored.last_response[1]) == tuple(sample.last_response[1])
+    assert conversation(RewardInput(given.group.prompt, scored)) == conversation(
+        RewardInput(prompt, sample)
+    )
+
+
 def test_score_reads_the_response_column_that_a_recipe_names(tmp_path: Path) -> None:
     player = Player(chat_tokenizer("chatml"))
     prompt, sample = player.prompt(START), player.episode(START, [Scripted("a")])

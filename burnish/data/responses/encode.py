@@ -11,13 +11,19 @@ from typing import Any, cast, get_args
 from transformers import PreTrainedTokenizerBase
 
 from burnish.compact import IntRuns
-from burnish.data.chat import encode_completion, encode_prompt, response_text
+from burnish.data.chat import (
+    encode_completion,
+    encode_conversation,
+    encode_prompt,
+    response_text,
+)
 from burnish.data.decoding import response_decoder
 from burnish.data.encoded import EncodedTable
 from burnish.data.episode_rows import episode_of, sampled_row
 from burnish.data.messages import as_messages
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
 from burnish.data.prompts.generation import COLUMNS_OF_EPISODES, OWN_COLUMNS
+from burnish.data.rendering import Tools
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.rows import column, system_of, tools_column
 from burnish.data.sources import DataError, Row, Source
@@ -140,16 +146,29 @@ class ResponseEncoder:
             tokens = _tokens(sampled.ids[:begin], sampled.ids[begin:], sampled.mask[begin:])
             return tokens, response_decoder(tokenizer)(tokens.last_response[1])
         number = len(episode.turns) - 1
-        text, messages = last.message["content"], episode.messages_before(number)
-        tools = episode.tools_of(number) or None
-        plain = episode.text_before(number)
-        content = messages if plain is None else plain
-        prompt, head = encode_prompt(tokenizer, content, tools=tools, refused=())
+        plain, tools = episode.text_before(number), episode.tools_of(number) or None
+        if plain is None:
+            return self._rendered_tokens(episode, tools)
+        text = last.message["content"]
+        prompt, head = encode_prompt(tokenizer, plain, tools=tools, refused=())
         ids, _ = encode_completion(
             tokenizer, head, text, prompt=prompt, add_eos=last.finish_reason == "stop"
         )
         response = ids[len(head) :]
         return _tokens(head, response, (True,) * len(response)), text
+
+    def _rendered_tokens(self, episode: Episode, tools: Tools) -> tuple[TokenRow, str]:
+        """Return the last response as the template writes it, with its reasoning and tool calls:
+        what a policy samples in its place."""
+        last = episode.turns[-1]
+        message = {**last.message, "finish_reason": last.finish_reason}
+        history = episode.messages_before(len(episode.turns) - 1)
+        ids, mask = encode_conversation(
+            self._tokenizer, [*history, message], only_last=True, tools=tools, refused=()
+        )
+        begin, end = mask.index(True), len(mask) - mask[::-1].index(True)
+        tokens = _tokens(ids[:begin], ids[begin:end], mask[begin:end])
+        return tokens, response_decoder(self._tokenizer)(tokens.last_response[1])
 
     def length(self, item: GivenResponse) -> int:
         return len(item.group.prompt.token_ids)

@@ -267,10 +267,15 @@ class _Place:
         if text.startswith(alone) and len(alone) > begin:
             return Turn(begin, len(alone))
         # If the template writes other text when more messages follow, the turn ends at its token.
-        tokens = special_tokens(self._tokenizer).values()
-        ends = (token for token in tokens if token and alone.rstrip().endswith(token))
+        tokens = [token for token in special_tokens(self._tokenizer).values() if token]
+        alone = alone.rstrip()
+        ends = (token for token in tokens if alone.endswith(token))
         end = max(ends, key=len, default="")
         region = text[begin : self._next(turn)]
+        if end and end not in region:  # an end that is behind the last message alone (Phi-4)
+            same = alone[begin:].removesuffix(end).rstrip()
+            if region.startswith(same) and same.endswith(tuple(tokens)):
+                return Turn(begin, begin + len(same))
         length = region.find(end) if end else -1
         if length < 0:
             raise DataError(

@@ -103,6 +103,21 @@ def test_all_answers_of_a_conversation_are_trained_after_their_rl_prompts(family
     check_prompts(tokenizer_of(family), TURNS, [1, 3])
 
 
+@pytest.mark.parametrize("line", ["{{ '\\n' }}", ""])
+def test_eos_behind_the_last_message_alone_ends_only_the_last_turn(line: str) -> None:
+    """Templates of Phi-3.5 (with a line) and Phi-4-mini."""
+    tokenizer = published_tokenizer("chatml")
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}<|im_end|>LINE{% endfor %}"
+        "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
+    ).replace("LINE", line)
+    ids, mask = encode_conversation(tokenizer, TURNS)
+    runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    texts = [tokenizer.decode([i for i, _ in run]) for on, run in runs if on]
+    assert [text.replace("\n", "") for text in texts] == ["4<|im_end|>", "6<|im_end|><|endoftext|>"]
+
+
 def test_qwen3_trains_a_tool_loop() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     called = '<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call><|im_end|>'

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +66,12 @@ class _Buffer:
         parts, self.parts, self.used = self.parts, [], 0
         for take, begin, end in parts:
             take(self.data[begin:end])
+
+
+def memory_of(data: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU. ``Tensor.numpy`` would forbid to resize
+    its storage, which offloading does."""
+    return np.from_dlpack(data).data  # type: ignore[arg-type]
 
 
 class HostStream:

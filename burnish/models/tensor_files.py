@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from burnish.host_copies import HostStream
+from burnish.host_copies import HostStream, memory_of
 
 Rows = tuple[int, int]
 """Rows [begin, end) along the first dimension."""
@@ -243,7 +243,7 @@ class GrowingTensorFile:
 
 
 def _append(file: BinaryIO, data: Tensor) -> None:
-    file.write(data.numpy().data)
+    file.write(memory_of(data))
 
 
 def _header(

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from burnish.host_copies import to_host
+from burnish.host_copies import memory_of, to_host
 from burnish.sync.base import SyncError
 
 CHUNK_WORDS = 1 << 15
@@ -84,5 +84,5 @@ def word_sums(payload: Tensor) -> tuple[int, int]:
 
 def _digest(payload: Tensor, kind: str) -> str:
     if kind == "xxh3":
-        return xxhash.xxh3_128_hexdigest(to_host(payload).numpy())  # type: ignore[arg-type]
+        return xxhash.xxh3_128_hexdigest(memory_of(to_host(payload)))  # type: ignore[arg-type]
     return "{:016x}{:016x}".format(*word_sums(payload))

@@ -38,7 +38,7 @@ from torch import Tensor
 from burnish.checkpoint import CheckpointError, CheckpointStore
 from burnish.checkpoint.manifest import Record, TransferRecord, verify
 from burnish.config.model import Dtype
-from burnish.host_copies import HostStream
+from burnish.host_copies import HostStream, memory_of
 from burnish.models.buffers import wanted_dtype
 from burnish.models.load import DTYPES
 from burnish.rollout.weights import Shape, WeightNameCheck
@@ -226,7 +226,7 @@ class _HashedFile:
         if self._before is not None:  # its bytes come first, so all of them are written
             self._before.close_soon()
             self._before = None
-        data = part.numpy().data
+        data = memory_of(part)
         if len(data) < SMALL_BYTES:
             self._digest.update(data)
             self._write(data)

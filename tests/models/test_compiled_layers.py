@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import compiles  # noqa: F401
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 

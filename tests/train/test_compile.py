@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import compiles  # noqa: F401
 
 from burnish.distributed.process_group import SINGLE
 from burnish.train.base import NonFiniteError

@@ -35,13 +35,10 @@ def scratch_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def scratch_model(config: ScratchConfig, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Return a LlamaForCausalLM of the given sizes.
-
-    The same seed gives the same weights; the global random state does not change.
-    """
+def scratch_config(config: ScratchConfig) -> LlamaConfig:
+    """Return the HuggingFace config of the given sizes."""
     tokenizer = scratch_tokenizer(config.alphabet)
-    hf = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=4 * config.hidden_size,
@@ -54,6 +51,13 @@ def scratch_model(config: ScratchConfig, dtype: torch.dtype) -> LlamaForCausalLM
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def scratch_model(config: ScratchConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Return a LlamaForCausalLM of the given sizes.
+
+    The same seed gives the same weights; the global random state does not change.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return LlamaForCausalLM(hf).to(dtype)  # type: ignore[arg-type]
+        return LlamaForCausalLM(scratch_config(config)).to(dtype)  # type: ignore[arg-type]

@@ -22,7 +22,6 @@ import yaml
 from torch import nn
 from transformers import (
     AutoConfig,
-    LlamaConfig,
     PretrainedConfig,
 )
 
@@ -37,7 +36,7 @@ from burnish.models.lora import add_adapters
 from burnish.models.lora_layers import is_adapter
 from burnish.models.nf4 import layers_to_quantize
 from burnish.models.scalar_model import head_width
-from burnish.models.scratch import scratch_tokenizer
+from burnish.models.scratch import scratch_config
 from burnish.models.units import gathered_modules
 from burnish.models.untrusted import UNREADABLE, check_kinds, refuse_kernels
 from burnish.models.value_head import has_score
@@ -335,17 +334,7 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     """Return the HuggingFace config of a model and its origin. Raises PlanError, or
     ModelError for a folder that is not safe to read."""
     if (scratch := model.scratch) is not None:
-        llama = LlamaConfig(
-            vocab_size=len(scratch_tokenizer(scratch.alphabet)),
-            hidden_size=scratch.hidden_size,
-            intermediate_size=4 * scratch.hidden_size,
-            num_hidden_layers=scratch.num_layers,
-            num_attention_heads=scratch.num_heads,
-            num_key_value_heads=scratch.num_kv_heads,
-            max_position_embeddings=scratch.max_position_embeddings,
-            tie_word_embeddings=scratch.tie_word_embeddings,
-        )
-        return llama, "model.scratch"
+        return scratch_config(scratch), "model.scratch"
     path = str(model.path)
     options: dict[str, Any] = {"gguf_file": model.gguf_file} if model.gguf_file else {}
     if Path(path).is_dir():

@@ -261,8 +261,9 @@ class _Clock:
         shares = work.layout == "shared_prefix" and any(row.prompt > 1 for row in rows)
         computed = length - (prompt * (1 - 1 / self.job.samples_per_prompt) if shares else 0.0)
         budget = setup.train.max_tokens_per_micro_batch
-        whole = samples * setup.train.engine.ranks_per_row / role.tensor_parallel
-        passes = max(1.0, whole * computed / budget if budget else whole / max(1, len(rows)))
+        computed_rows = samples * setup.train.engine.ranks_per_row / role.tensor_parallel
+        passes = computed_rows * computed / budget if budget else computed_rows / max(1, len(rows))
+        passes = max(1.0, passes)
         counted = work_of(setup, work)
         # Without a config of its share, a tensor-parallel rank is traced as the entire model.
         parallel = role.tensor_parallel if setup.unsharded is None else 1

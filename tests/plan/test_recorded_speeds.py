@@ -70,7 +70,7 @@ def test_decoding_takes_the_planned_time(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_the_formula_is_near_the_trace(train: bool) -> None:
-    """Of a model that cannot be traced, the formula is used."""
+    """The formula is used for models that cannot be traced."""
     rows = tuple(RowSize(1024, 128, i) for i in range(8))
     work = Pass(
         rows=rows,
@@ -106,7 +106,7 @@ def test_pairs_are_those_of_a_mask(queries: int, prefix: int, window: int | None
 
 
 def test_the_kernels_of_log_probs_read_and_write_less() -> None:
-    """Of a head with 151,936 entries, per token: PyTorch's operations take 18 sweeps over fp32
+    """Per token of a head with 151,936 entries: PyTorch's operations take 18 sweeps over fp32
     logits in forward and 14 in backward, without entropies in the loss; the kernels one read of
     bf16 logits and two in place, and the products write and read them four times (one of the
     chunks is not recomputed). The products are the same."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import logging
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +23,10 @@ from burnish.loop_thread import LoopThread
 from burnish.rewards.base import Reward, RewardError, RewardInput, SampleError, late
 from burnish.rewards.build import RewardInputs
 from burnish.rewards.function.config import FunctionReward as FunctionConfig
-from burnish.rewards.remote.client import Reply, checked_reply
+from burnish.rewards.remote.client import ReplyLogs, checked_reply
 from burnish.rewards.texts import prompt_and_query
 from burnish.transcript import plain
 from burnish.user_calls import CallTimeoutError, UserCalls
-
-log = logging.getLogger("burnish")
 
 _OPENRLHF = "openrlhf:"
 _OPENRLHF_FUNCTION = "reward_func"
@@ -240,9 +236,7 @@ class OpenRLHFReward:
             raise RewardError(f"reward {name!r}: function {spec}: {error}") from error
         self.location = location_of(self._function)
         self._calls = UserCalls(f"reward {name!r} ({self.location})", limit_s=timeout_s)
-        self._means: dict[str, tuple[float, float]] = {}
-        self._counts: Counter[str] = Counter()
-        self._warned = False
+        self._logs = ReplyLogs(name)
 
     def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
         """Return one score or SampleError per item. Raises SampleError if the call is late, and
@@ -262,7 +256,7 @@ class OpenRLHFReward:
                 f"{error}; return {len(items)} rewards for {len(items)} queries, or a mapping "
                 "with 'rewards'"
             ) from error
-        self._note(reply)
+        self._logs.add(reply)
         return [
             value
             if isinstance(value, float)
@@ -272,14 +266,12 @@ class OpenRLHFReward:
 
     def take_counts(self) -> Mapping[str, int]:
         """Return the number of invalid entries of ``extra_logs`` since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return {"bad_logs": counts["bad_logs"]}
+        return {"bad_logs": self._logs.take_num_bad()}
 
     def take_means(self) -> Mapping[str, tuple[float, float]]:
         """Return (sum, count) of ``scores`` and each entry of ``extra_logs`` since the last
         call."""
-        means, self._means = self._means, {}
-        return means
+        return self._logs.take_means()
 
     def close(self) -> None:
         self._calls.close()
@@ -287,15 +279,6 @@ class OpenRLHFReward:
     def _call(self, queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
         result = self._function(queries, prompts, labels)
         return asyncio.run(_finished(result)) if inspect.isawaitable(result) else result
-
-    def _note(self, reply: Reply) -> None:
-        for name, (total, count) in reply.logs.items():
-            have_total, have_count = self._means.get(name, (0.0, 0.0))
-            self._means[name] = (have_total + total, have_count + count)
-        self._counts["bad_logs"] += len(reply.bad_logs)
-        if reply.bad_logs and not self._warned:
-            self._warned = True
-            log.warning("reward %r: not added to the metrics: %s", self.name, reply.bad_logs[0])
 
 
 async def _finished(result: Any) -> Any:

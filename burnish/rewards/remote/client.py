@@ -70,6 +70,34 @@ class Reply:
     """Reasons why entries of ``extra_logs`` were left out."""
 
 
+class ReplyLogs:
+    """Values that the replies of a reward logged."""
+
+    def __init__(self, reward: str) -> None:
+        self._reward, self._num_bad, self._warned = reward, 0, False
+        self._means: dict[str, tuple[float, float]] = {}
+
+    def add(self, reply: Reply) -> None:
+        """Add the values of a reply. The first entries that are left out are logged."""
+        for name, (total, count) in reply.logs.items():
+            have_total, have_count = self._means.get(name, (0.0, 0.0))
+            self._means[name] = (have_total + total, have_count + count)
+        self._num_bad += len(reply.bad_logs)
+        if reply.bad_logs and not self._warned:
+            self._warned = True
+            log.warning("reward %r: not added to the metrics: %s", self._reward, reply.bad_logs[0])
+
+    def take_means(self) -> Mapping[str, tuple[float, float]]:
+        """Return (sum, count) of each value since the last call."""
+        means, self._means = self._means, {}
+        return means
+
+    def take_num_bad(self) -> int:
+        """Return the number of entries that were left out since the last call."""
+        count, self._num_bad = self._num_bad, 0
+        return count
+
+
 @dataclass
 class _Server:
     url: str

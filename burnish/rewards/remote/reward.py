@@ -20,7 +20,7 @@ from burnish import secret
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.build import RewardInputs
-from burnish.rewards.remote.client import COUNTS, RemoteError, Reply, RewardClient
+from burnish.rewards.remote.client import COUNTS, RemoteError, ReplyLogs, RewardClient
 from burnish.rewards.remote.config import RemoteReward as RemoteConfig
 from burnish.rewards.texts import prompt_and_query
 
@@ -58,9 +58,7 @@ class RemoteReward:
         self._token = None if config.token_env is None else read_token(config.token_env)
         self._loop: LoopThread | None = None
         self._client: RewardClient | None = None
-        self._counts: Counter[str] = Counter()
-        self._means: dict[str, tuple[float, float]] = {}
-        self._warned = False
+        self._logs = ReplyLogs(name)
 
     def score(self, items: Sequence[RewardInput]) -> list[float | SampleError]:
         """Return one score or SampleError per item.
@@ -80,7 +78,7 @@ class RemoteReward:
                 problem = f"failed: {answer}"
                 scores += [SampleError(self, item, problem, advice=_ADVICE) for item in part]
                 continue
-            self._note(answer)
+            self._logs.add(answer)
             for item, value in zip(part, answer.rewards, strict=True):
                 if isinstance(value, float):
                     scores.append(value)
@@ -91,7 +89,7 @@ class RemoteReward:
 
     def take_counts(self) -> Mapping[str, int]:
         """Return the counts since the last call. ``requests`` includes retries."""
-        counts, self._counts = self._counts, Counter()
+        counts = Counter(bad_logs=self._logs.take_num_bad())
         if self._client is not None:
             counts += self._client.counts
             self._client.counts = Counter()
@@ -99,8 +97,7 @@ class RemoteReward:
 
     def take_means(self) -> Mapping[str, tuple[float, float]]:
         """Return (sum, count) of each entry of ``extra_logs`` since the last call."""
-        means, self._means = self._means, {}
-        return means
+        return self._logs.take_means()
 
     def close(self) -> None:
         """Close the connections and stop the event loop's thread, if they were opened."""
@@ -131,15 +128,6 @@ class RemoteReward:
         }
         # errors="replace": a Python string may contain a lone surrogate, UTF-8 may not
         return json.dumps(request, ensure_ascii=False).encode("utf-8", errors="replace")
-
-    def _note(self, reply: Reply) -> None:
-        for name, (total, count) in reply.logs.items():
-            have_total, have_count = self._means.get(name, (0.0, 0.0))
-            self._means[name] = (have_total + total, have_count + count)
-        self._counts["bad_logs"] += len(reply.bad_logs)
-        if reply.bad_logs and not self._warned:
-            self._warned = True
-            log.warning("reward %r: not added to the metrics: %s", self.name, reply.bad_logs[0])
 
 
 def read_token(variable: str) -> str:

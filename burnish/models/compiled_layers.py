@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,11 @@ def compiler_problem(device: torch.device) -> str | None:
     """Return why torch cannot compile for ``device`` on this machine, or None if it can."""
     if device.type == "cuda" and find_spec("triton") is None:
         return "kernels of a GPU need triton, which is not installed (pip install triton)"
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return (
+            "torch.compile is disabled in this process by TORCHDYNAMO_DISABLE=1 (vLLM on a CPU "
+            "needs it: use cluster.runtime=ray, or another rollout engine)"
+        )
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 

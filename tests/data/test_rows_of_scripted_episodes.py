@@ -308,7 +308,7 @@ def test_rewards_of_score_read_one_version_of_a_row(change: str, tmp_path: Path)
 
 @pytest.mark.parametrize("finish", ["stop", CUT])
 @pytest.mark.parametrize("with_tokens", [True, False])
-@pytest.mark.parametrize("family", ["chatml", "chatml_drops", "llama3", "xml"])
+@pytest.mark.parametrize("family", ["chatml", "chatml_drops", "xml"])
 def test_score_reads_the_reasoning_of_the_last_response(
     family: str, with_tokens: bool, finish: Any, tmp_path: Path
 ) -> None:

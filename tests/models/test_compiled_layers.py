@@ -205,3 +205,12 @@ def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(compiled_layers, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="triton"):
         check_compile(None, torch.device("cuda"))
+
+
+def test_a_process_in_which_torch_compile_is_disabled_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise layers would silently stay as they are."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ModelError, match="TORCHDYNAMO_DISABLE"):
+        check_compile(None, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 import sys
 from pathlib import Path
@@ -15,11 +16,11 @@ from burnish.observe import memory
 
 def test_held_memory_grows_by_what_is_allocated_and_the_peak_keeps_it() -> None:
     before = memory.current_rss_bytes()
-    block = bytearray(b"x") * (64 << 20)
-    held = memory.current_rss_bytes()
+    with mmap.mmap(-1, 64 << 20) as block:  # (malloc may reuse memory that other tests have freed)
+        block.write(b"x" * (64 << 20))
+        held = memory.current_rss_bytes()
     # The 64 MiB are written, so all are resident; half leaves room for pages given back.
     assert held - before > 32 << 20
-    del block
     # The kernel may count a few pages per thread late; 1 MiB covers them.
     assert memory.peak_rss_bytes() >= held - (1 << 20)
 

@@ -227,6 +227,8 @@ def test_a_dead_rank_is_named_and_the_push_after_its_restart_succeeds(
 
 MANY = [Request(f"many {i}", (7, 8, 9), seed=i, max_tokens=40 + 6 * i) for i in range(64)]
 """Some responses are long enough for a load between their first and their last token."""
+FEW = [Request(f"few {i}", (7, 8, 9), seed=i, max_tokens=2) for i in range(4)]
+"""Requests that end while a worker is replaced."""
 LONG = Sampling(400)
 
 
@@ -302,13 +304,14 @@ def test_a_killed_worker_does_not_stop_the_other(
     os.kill(pid, signal.SIGKILL)
     step(policy)
     sync.stage("recompute").load(rollout)
+    rollout.submit(FEW, LONG)
     early = 0
     while rollout.busy:
         new = rollout.poll()
         found += new
         early += 0 if rollout.pool.complete else len(new)
     assert early > 0 and rollout.version == policy.version
-    assert sorted(c.request_id for c in found) == sorted(r.request_id for r in MANY)
+    assert sorted(c.request_id for c in found) == sorted(r.request_id for r in [*MANY, *FEW])
     rollout.replace({})
     assert runtime.cluster.ray.get(rollout.workers[1].ping.remote()) != pid
     in_step(policy, rollout)

@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from burnish.chat_message import REASONING
 from burnish.compact import IntRuns
 from burnish.data.chat import (
     encode_completion,
@@ -147,10 +148,11 @@ class ResponseEncoder:
             return tokens, response_decoder(tokenizer)(tokens.last_response[1])
         number = len(episode.turns) - 1
         plain, tools = episode.text_before(number), episode.tools_of(number) or None
-        if plain is None:
+        if plain is None and (REASONING[0] in last.message or "tool_calls" in last.message):
             return self._rendered_tokens(episode, tools)
         text = last.message["content"]
-        prompt, head = encode_prompt(tokenizer, plain, tools=tools, refused=())
+        content = episode.messages_before(number) if plain is None else plain
+        prompt, head = encode_prompt(tokenizer, content, tools=tools, refused=())
         ids, _ = encode_completion(
             tokenizer, head, text, prompt=prompt, add_eos=last.finish_reason == "stop"
         )
@@ -158,8 +160,8 @@ class ResponseEncoder:
         return _tokens(head, response, (True,) * len(response)), text
 
     def _rendered_tokens(self, episode: Episode, tools: Tools) -> tuple[TokenRow, str]:
-        """Return the last response as the template writes it, with its reasoning and tool calls:
-        what a policy samples in its place."""
+        """Return a last response with reasoning or tool calls as the template writes it: what a
+        policy samples in its place."""
         last = episode.turns[-1]
         message = {**last.message, "finish_reason": last.finish_reason}
         history = episode.messages_before(len(episode.turns) - 1)

@@ -52,11 +52,11 @@ def command(sandbox: SyncSandbox) -> Callable[..., Result]:
 
 @pytest.fixture
 def processes_of() -> Callable[[str], list[psutil.Process]]:
-    """Processes on this machine whose command line contains a text."""
+    """Processes on this machine whose command line contains a text, with their names in `info`."""
 
     def find(text: str) -> list[psutil.Process]:
         own, found = os.getpid(), []
-        for process in psutil.process_iter(["cmdline"]):
+        for process in psutil.process_iter(["cmdline", "name"]):
             line = " ".join(process.info["cmdline"] or [])
             if process.pid != own and text in line:
                 found.append(process)

@@ -383,6 +383,8 @@ def _trained_length(
     if length is not None:
         _check_behind(tokenizer, answer[length:], message)
         return length - is_cut
+    if is_cut:  # in a call that was begun
+        return len(answer)
     note(
         "no_end_token",
         "the chat template appends no end token to the assistant's turn, so the model does not "

@@ -22,6 +22,9 @@ from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.sources import DataError
 from burnish.data.turns import locate_turns
+from burnish.episodes.probing import TOOLS
+from burnish.episodes.probing import call as probe_call
+from burnish.episodes.renderer import ChatRenderer
 from burnish.templates import with_defaults
 
 Jsonl = Callable[..., str]
@@ -116,6 +119,26 @@ def test_eos_behind_the_last_message_alone_ends_only_the_last_turn(line: str) ->
     runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
     texts = [tokenizer.decode([i for i, _ in run]) for on, run in runs if on]
     assert [text.replace("\n", "") for text in texts] == ["4<|im_end|>", "6<|im_end|><|endoftext|>"]
+
+
+@pytest.mark.parametrize("family", ["chatml", "xml"])
+@pytest.mark.parametrize("before", ["", "Two calls."])
+def test_a_response_cut_in_a_further_call_is_trained_as_written(family: str, before: str) -> None:
+    """For every place of the cut, read as a response and trained as the message, without spaces."""
+    tokenizer = chat_tokenizer(family)
+    renderer = ChatRenderer(tokenizer)
+    calls = [probe_call("look_up", {"key": key}, "probe0000") for key in "ab"]
+    row = [user("q"), answer(before, tool_calls=calls)]
+    ids, mask = encode_conversation(tokenizer, row, tools=TOOLS)
+    begin, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    written = str(tokenizer.decode(ids[begin : end - 1]))
+    for length in range(1, len(written) + 1):
+        sampled = tokenizer(written[:length], add_special_tokens=False)["input_ids"]
+        message = renderer.parse(sampled, TOOLS, prompt_ids=ids[:begin]).message
+        cut = [user("q"), {**message, "finish_reason": "length"}]
+        ids_of_cut, learned = encode_conversation(tokenizer, cut, tools=TOOLS)
+        trained = [i for i, on in zip(ids_of_cut, learned, strict=True) if on]
+        assert tokenizer.decode(trained).split() == tokenizer.decode(sampled).split()
 
 
 def test_qwen3_trains_a_tool_loop() -> None:

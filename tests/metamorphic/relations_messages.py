@@ -31,6 +31,8 @@ from burnish.data.notices import collecting
 from burnish.data.pieces import plain_ids
 from burnish.data.sources import DataError
 from burnish.environments.pool import check_start
+from burnish.episodes.probing import TOOLS as CALLED
+from burnish.episodes.probing import call as call_of
 from burnish.episodes.renderer import ChatRenderer
 from burnish.reasoning_tags import REASONING_TAGS, THINK
 from burnish.special_tokens import set_configured_ends
@@ -370,8 +372,8 @@ def _tagged(form: str, number: int) -> tuple[Any, ChatRenderer]:
 @relation
 def cut_answers_are_trained_as_written(draw: Draw) -> None:
     """The beginning of a trained answer, read as a response that a limit cut, is trained as these
-    characters, without an end. Or it is refused, or has no message that says where it was cut.
-    Exact, without white space."""
+    characters, without an end, also behind and inside of tool calls. Or it is refused, or has no
+    message that says where it was cut. Exact, without white space."""
     if draw.one(other=[False, True]):
         number = draw.one(tags=range(len(REASONING_TAGS)))
         tokenizer, reader = _tagged(draw.one(form=REASONING_FORMS), number)
@@ -386,20 +388,27 @@ def cut_answers_are_trained_as_written(draw: Draw) -> None:
     if draw.one(reasons=[True, True, False]):
         answer["reasoning_content"] = f"why{reasoning}"
     question = {"role": "user", "content": "Go."}
-    ids, mask = encode_conversation(tokenizer, [question, answer])
+    count = draw.one(calls=[0, 0, 1, 2, 3]) if reader.reads_tool_calls else 0
+    if count:
+        answer["tool_calls"] = [
+            call_of("look_up", {"key": f"k{i}z"}, f"probe000{i}") for i in range(count)
+        ]
+    tools = CALLED if count else ()
+    ids, mask = encode_conversation(tokenizer, [question, answer], tools=tools or None)
     begin, end = mask.index(True), len(mask) - mask[::-1].index(True)
     prompt, written = (str(tokenizer.decode(part)) for part in (ids[:begin], ids[begin:end]))
-    written = written[: written.index(f"ans{text}".strip()) + len(f"ans{text}".strip())]
+    last = f"k{count - 1}z" if count else f"ans{text}".strip()
+    written = written[: written.index(last) + len(last)]
     written = written[: draw.one(length=range(1, len(written) + 1))]
     sampled = plain_ids(tokenizer, written)
-    message = reader.parse(sampled, (), prompt_ids=ids[:begin]).message
+    message = reader.parse(sampled, tools, prompt_ids=ids[:begin]).message
     draw.note(answer=answer, prompt=prompt, written=written, message=message)
     is_closed = tags.end in written and not (message["content"] and "reasoning_content" in message)
     is_closed &= prompt.rstrip().endswith(tags.begin) or not message["content"]
     if is_closed or is_blank(message) or tags.begin.startswith(written.strip()):
         raise Refused("the message does not say where it was cut")
     row = [question, {**message, "finish_reason": "length"}]
-    ids, mask = encode_conversation(tokenizer, row)
+    ids, mask = encode_conversation(tokenizer, row, tools=tools or None)
     trained = str(tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]))
     equal(_squeezed(trained), _squeezed(written), "the trained text")
 

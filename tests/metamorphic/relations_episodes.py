@@ -33,6 +33,8 @@ from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.forms import open_rows
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.generation import GenerationPrompt
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.selection import select
 from burnish.data.stream import RowRef
 from burnish.environments.pool import EpisodeFailedError
@@ -318,9 +320,9 @@ def _texts(tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]) -> tuple[st
 @relation
 def rows_of_agents_are_what_the_policy_read(draw: Draw) -> None:
     """The rows of an agent's calls, trained as text, are their tokens, and a reward model reads the
-    last response behind the prompt of the policy: with and without a chat template, whatever tools
-    each call has, in whichever order conversations go on, and whatever the client does to them.
-    Exact."""
+    last response behind the prompt of the policy, as does the job score: with and without a chat
+    template, whatever tools each call has, in whichever order conversations go on, and whatever the
+    client does to them. Exact."""
     tokenizer, finished = run_talks(draw)
     sample = episode_sample(PROMPT, "p/0", finished)
     read = reward_encoder(tokenizer, tokenizer, "rm")(RewardInput(PROMPT, sample))
@@ -345,6 +347,15 @@ def rows_of_agents_are_what_the_policy_read(draw: Draw) -> None:
             mask = [False] * len(token_row.prompt_ids) + list(token_row.action_mask)
             found, expected = (_texts(tokenizer, *r) for r in ((row.ids, row.mask), (ids, mask)))
             equal(found, expected, f"row {number}, use_tokens={use_tokens}")
+    given = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    (source,) = open_rows(given)
+    for number, token_row in enumerate(sample.rows):
+        scored = ResponseEncoder(given, tokenizer).encode(source[number], RowRef("rows", number, 0))
+        found, expected = (
+            [tuple(map(list, row.last_response)), len(set(row.turns) - {-1})]
+            for row in (scored.group.samples[0], token_row)
+        )
+        equal(found, expected, f"the last response and number of responses of row {number}")
 
 
 # ---- evaluation ----------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import pairwise
 from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ from burnish.data.chat import (
 )
 from burnish.data.decoding import response_decoder
 from burnish.data.encoded import EncodedTable
-from burnish.data.episode_rows import episode_of, sampled_row
+from burnish.data.episode_rows import TOKENS_TURNS, episode_of, sampled_row
 from burnish.data.messages import as_messages
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
 from burnish.data.prompts.generation import COLUMNS_OF_EPISODES, OWN_COLUMNS
@@ -144,7 +144,8 @@ class ResponseEncoder:
         sampled = sampled_row(row, tokenizer, episode.messages, episode.tools, trained=trained)
         if sampled is not None:
             begin = sampled.prompt_len
-            tokens = _tokens(sampled.ids[:begin], sampled.ids[begin:], sampled.mask[begin:])
+            begins = {turn["begin"] - begin for turn in row.values[TOKENS_TURNS]}
+            tokens = _tokens(sampled.ids[:begin], sampled.ids[begin:], sampled.mask[begin:], begins)
             return tokens, response_decoder(tokenizer)(tokens.last_response[1])
         number = len(episode.turns) - 1
         plain, tools = episode.text_before(number), episode.tools_of(number) or None
@@ -207,17 +208,22 @@ class ResponseEncoder:
         return tuple(ids_and_mask[0][len(head) :])
 
 
-def _tokens(prompt: Sequence[int], ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
-    """Return a row of which each run of sampled tokens is a turn."""
-    numbers = count()
-    runs = [(next(numbers) if on else -1, len(list(run))) for on, run in groupby(mask)]
+def _tokens(
+    prompt: Sequence[int], ids: Sequence[int], mask: Sequence[bool], begins: Collection[int] = ()
+) -> TokenRow:
+    """Return a row of which each run of sampled tokens is a turn. ``begins``: indices in ``ids`` at
+    which another turn begins, also directly after one."""
+    turns, number = [], -1
+    for place, (before, is_sampled) in enumerate(pairwise([False, *mask])):
+        number += is_sampled and (not before or place in begins)
+        turns.append(number if is_sampled else -1)
     return TokenRow(
         prompt_ids=tuple(prompt),
         response_ids=tuple(ids),
         sampler_logprobs=(0.0,) * len(ids),
         action_mask=tuple(mask),
         versions=(0,) * len(ids),
-        turns=IntRuns.of_runs(runs),
+        turns=IntRuns(turns),
     )
 
 

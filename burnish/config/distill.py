@@ -10,7 +10,7 @@ from pydantic import Field
 
 from burnish.config.eval_section import with_sets
 from burnish.config.job import SupervisedJob
-from burnish.config.roles import DistillTeacher, SectionLimits, TrainRole
+from burnish.config.roles import DistillTeacher, TrainRole
 from burnish.config.sft import SFTEval
 from burnish.config.teacher import DistillLossConfig, ForwardKlLoss, TeacherConfig
 from burnish.data.demonstrations.config import SFTDataConfig
@@ -50,9 +50,6 @@ class DistillConfig(SupervisedJob):
     def eval_metrics(self) -> frozenset[str]:
         names = ("loss", "divergence", "teacher_kl", "nll", "agreement")
         return frozenset() if self.eval is None else with_sets(names, self.eval.sets)
-
-    def section_limits(self, name: str) -> SectionLimits:
-        return SectionLimits((self.model, self.teacher.model))
 
     def roles(self) -> tuple[TrainRole, ...]:
         precision = self.teacher.precision_or(self.precision)

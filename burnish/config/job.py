@@ -38,6 +38,7 @@ from burnish.config.roles import (
     RowLengths,
     SectionLimits,
     TrainRole,
+    readers_of_rows,
     rollout_precision,
 )
 from burnish.config.train import (
@@ -134,7 +135,7 @@ class JobConfig(Node):
 
     def section_limits(self, name: str) -> SectionLimits:
         """Return the limits of the rows of the data section ``name``."""
-        return SectionLimits((self.model,))
+        return SectionLimits(tuple(role.model for role in readers_of_rows(self.roles())))
 
     def inputs_of_replay(self) -> JobConfig:
         """Return a config without the inputs that a replay of a run does not read. It is only for

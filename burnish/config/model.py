@@ -331,7 +331,8 @@ class ReferenceConfig(Node):
     )
 
     model: ModelConfig | None = None
-    """Reference model. None: the policy at the start of the run (with LoRA: its base)."""
+    """Reference model, with the policy's tokens. None: the policy at the start of the run (with
+    LoRA: its base)."""
     moving: MovingReferenceConfig | None = None
     """Update it with the policy's weights (``{every_n_steps: 512}`` is TRL's default). None: it is
     frozen."""

@@ -222,7 +222,7 @@ class RLConfig(TrainingJob):
         new_tokens = self.row_lengths.rest
         if name.startswith("eval.") and self.eval is not None:
             return eval_limits(self.eval, self.model, new_tokens=new_tokens)
-        return SectionLimits((self.model,), new_tokens)
+        return super().section_limits(name)._replace(new_tokens=new_tokens)
 
     @property
     def row_lengths(self) -> RowLengths:

@@ -377,6 +377,13 @@ class JobSpec:
         return next(role for role in self.train_roles if role.name == name)
 
 
+def readers_of_rows(roles: Sequence[Role]) -> list[TrainRole]:
+    """Return the roles that read the token ids of training rows: the trained model, its reference,
+    critic and teacher. A reward model renders the conversations with its own template."""
+    train_roles = [role for role in roles if isinstance(role, TrainRole)]
+    return [role for role in train_roles if role.trainable or role.kind != "reward"]
+
+
 def samples_with_policy(
     engine: TrainEngineConfig, rollout: RolloutEngineConfig, precision: PrecisionConfig
 ) -> bool:

@@ -29,7 +29,7 @@ from burnish.data.batches import BatchStream, load_batch
 from burnish.jobs.build import engine_specs
 from burnish.models.teacher import DistillTargetSpec
 from burnish.observe.timeline import timed
-from burnish.preflight.limits import held_out_sets, within_positions
+from burnish.preflight.limits import held_out_sets, limited
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.objectives import with_expert_balance
@@ -89,9 +89,8 @@ def measure_distill(
 
 def build_distill(config: DistillConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a distillation run."""
-    data = within_positions(config.data, config.model)
-    data = within_positions(data, config.teacher.model)
-    others = held_out_sets(config.eval, config.model, config.teacher.model)
+    data = limited(config, config.data)
+    others = held_out_sets(config, config.eval)
     held_out = {
         name: load_batch(rows, runtime.tokenizer, section=eval_place(name))
         for name, rows in others.items()

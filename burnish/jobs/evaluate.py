@@ -32,7 +32,7 @@ from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
-from burnish.preflight.limits import within_positions
+from burnish.preflight.limits import limited
 from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Sampling, wait_for_engine
 from burnish.rollout.runner import Runner, numbered
@@ -145,22 +145,22 @@ def held_out_prompts(
     config: EvalConfig | None,
     job: JobConfig,
     tokenizer: PreTrainedTokenizerBase,
-    new_tokens: int,
     *,
     in_episodes: bool,
 ) -> dict[str, Sequence[Prompt]]:
     """Load the prompts of an evaluation by the name of their set; empty if there is no evaluation.
-    ``new_tokens``: response length if the evaluation sets none. ``in_episodes``: the prompts start
-    episodes."""
+    ``in_episodes``: the prompts start episodes."""
     prompts: dict[str, Sequence[Prompt]] = {}
     if config is None:
         return prompts
-    new_tokens = config.generate_max_len or new_tokens
     for name, data in config.by_name.items():
         key = eval_place(name)
-        limited = within_positions(data, job.model, new_tokens=new_tokens, field=key)
         prompts[name] = load_prompts(
-            limited, tokenizer, limit=config.num_prompts, section=key, in_episodes=in_episodes
+            limited(job, data, field=key),
+            tokenizer,
+            limit=config.num_prompts,
+            section=key,
+            in_episodes=in_episodes,
         )
     return prompts
 
@@ -233,7 +233,7 @@ def _build(
     assert config.eval.generate_max_len is not None
     new_tokens = config.row_lengths.rest
     held_out = held_out_prompts(
-        config.eval, config, runtime.tokenizer, new_tokens, in_episodes=episode_pool is not None
+        config.eval, config, runtime.tokenizer, in_episodes=episode_pool is not None
     )
     wait_for_engine(config.engine)
     scores = weighted_rewards(config.rewards, runtime, functions)

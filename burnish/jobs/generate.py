@@ -29,7 +29,7 @@ from burnish.episodes.runner import EpisodePool
 from burnish.jobs.build import reward_set, sampling_of, weighted_rewards
 from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
 from burnish.observe.timeline import timed
-from burnish.preflight.limits import within_positions
+from burnish.preflight.limits import limited
 from burnish.rewards.labels import label_problem, label_readers
 from burnish.rewards.reward_set import NoGroupLeftError
 from burnish.rollout.base import wait_for_engine
@@ -171,7 +171,7 @@ def _build(
     config: GenerateConfig, runtime: Runtime, functions: Functions, episode_pool: EpisodePool | None
 ) -> Generation:
     new_tokens = config.row_lengths.rest
-    data = within_positions(config.data, config.model, new_tokens=new_tokens)
+    data = limited(config, config.data)
     generation_prompts = GenerationPrompts(
         data,
         runtime.tokenizer,

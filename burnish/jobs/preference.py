@@ -35,7 +35,7 @@ from burnish.data.preferences.unpaired import SplitPairsStream, load_unpaired, m
 from burnish.driver.run_dir import REFERENCE_FILE
 from burnish.jobs.build import engine_specs, log_disabled_noise
 from burnish.observe.timeline import timed
-from burnish.preflight.limits import held_out_sets, within_positions
+from burnish.preflight.limits import held_out_sets, limited
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import moving_reference
@@ -264,8 +264,8 @@ def _sums(logprobs: Tensor | None, batch: Batch, ld_alpha: float = 1.0) -> tuple
 def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a preference run."""
     kto = not config.loss.is_paired
-    data = within_positions(config.data, config.model)
-    others = held_out_sets(config.eval, config.model)
+    data = limited(config, config.data)
+    others = held_out_sets(config, config.eval)
     load = load_unpaired if kto else load_batch
     held_out = {
         name: load(rows, runtime.tokenizer, section=eval_place(name))

@@ -19,7 +19,7 @@ from burnish.data.batches import BatchStream, load_batch
 from burnish.data.steps.config import StepsDataConfig
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
-from burnish.preflight.limits import held_out_sets, within_positions
+from burnish.preflight.limits import held_out_sets, limited
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import Finding, NoSignalMonitor, pair_signal
@@ -58,13 +58,13 @@ class RewardModelKind:
 def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of a reward-model run."""
     kind, tokenizer = KINDS[config.data.kind], runtime.tokenizer
-    data = within_positions(config.data, config.model)
+    data = limited(config, config.data)
     stream = BatchStream(data, tokenizer, seed=config.seed)
     usable = usable_rows(config, stream.num_rows)
     total = config.steps_for(usable.num_rows)
     spans = {"forward_backward": "train", "optim_step": "optim", "values": "eval"}
     spec = engine_specs(config, total_steps=total)["reward"]
-    held_out = held_out_sets(config.eval, config.model)
+    held_out = held_out_sets(config, config.eval)
     return Supervised(
         stream=timed(stream, runtime.timeline, {"next": "data"}),
         usable=usable,

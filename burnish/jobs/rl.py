@@ -37,7 +37,7 @@ from burnish.jobs.evaluate import (
 )
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
-from burnish.preflight.limits import vocab_size_of, within_positions
+from burnish.preflight.limits import limited, vocab_size_of
 from burnish.preflight.usable import count_prompts, usable_prompts
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine
@@ -137,12 +137,10 @@ def _build(
     episode_pool: EpisodePool | None,
 ) -> tuple[RL, Evaluator | None]:
     new_tokens = config.row_lengths.rest
-    data = within_positions(config.data, config.model, new_tokens=new_tokens)
+    data = limited(config, config.data)
     in_episodes = episode_pool is not None
     prompts = PromptStream(data, runtime.tokenizer, seed=config.seed, in_episodes=in_episodes)
-    held_out = held_out_prompts(
-        config.eval, config, runtime.tokenizer, new_tokens, in_episodes=in_episodes
-    )
+    held_out = held_out_prompts(config.eval, config, runtime.tokenizer, in_episodes=in_episodes)
     ptx = make_ptx(config, runtime)
     wait_for_engine(config.rollout.engine)
     scores = weighted_rewards(
@@ -326,7 +324,7 @@ def make_ptx(config: RLConfig, runtime: Runtime) -> Ptx | None:
     """Return the pre-training rows of a recipe, if there are any."""
     if config.ptx is None:
         return None
-    data = within_positions(config.ptx.data, config.model, field="ptx.data")
+    data = limited(config, config.ptx.data, field="ptx.data")
     stream = BatchStream(data, runtime.tokenizer, seed=config.seed, section="ptx.data")
     return Ptx(
         timed(stream, runtime.timeline, {"next": "data"}),

@@ -13,7 +13,7 @@ from burnish.config.eval_section import eval_place
 from burnish.data.batches import BatchStream, load_batch
 from burnish.jobs.build import engine_specs
 from burnish.observe.timeline import timed
-from burnish.preflight.limits import held_out_sets, within_positions
+from burnish.preflight.limits import held_out_sets, limited
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import NoSignalMonitor
@@ -26,8 +26,8 @@ from burnish.types import Batch, Stats
 
 def build_sft(config: SFTConfig, runtime: Runtime, run_dir: Path) -> Supervised:
     """Return the components of an SFT run."""
-    data = within_positions(config.data, config.model)
-    others = held_out_sets(config.eval, config.model)
+    data = limited(config, config.data)
+    others = held_out_sets(config, config.eval)
     held_out = {
         name: load_batch(rows, runtime.tokenizer, section=eval_place(name))
         for name, rows in others.items()

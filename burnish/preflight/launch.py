@@ -31,7 +31,7 @@ from burnish.data.streamed import StreamedRows, num_first
 from burnish.driver.errors import RunError
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
-from burnish.preflight.limits import sampling_problems, within_positions
+from burnish.preflight.limits import limited, vocabulary_problems
 from burnish.preflight.row_scan import ERRORS, Found, Section, Span, quiet, scan
 from burnish.rewards.base import RewardError
 from burnish.rewards.build import build_rewards
@@ -59,7 +59,7 @@ _MAX_WORKERS = 16
 def check_launch(config: JobConfig, *, say: Say) -> None:
     """Check all data sections and call the rewards on one row, for ``burnish check``. ``say``
     receives one line per result. Raises one DataError or RewardError with all problems."""
-    problems = [*sampling_problems(config), *_data_problems(config, say)]
+    problems = [*vocabulary_problems(config), *_data_problems(config, say)]
     problems += _reward_problems(config, say)
     if problems:
         raise DataError("\n".join(problems))
@@ -72,7 +72,7 @@ def check_before_run(config: JobConfig, *, resumed: bool) -> None:
     errors together. Raises DataError or RewardError, and RunError for sampling parameters that do
     not fit the model.
     """
-    if problems := list(sampling_problems(config)):
+    if problems := list(vocabulary_problems(config)):
         raise RunError("\n".join(problems))
     if config.writes_rows:
         return
@@ -94,14 +94,12 @@ def sections_of(config: JobConfig) -> list[Section]:
     sections = []
     rewards, in_episodes, policy = config.scoring
     for name, data in config.paths_of(DataConfig):
-        models, new_tokens, num_rows = config.section_limits(name)
-        limited: Any = data
-        for model in models:
-            limited = within_positions(limited, model, new_tokens=new_tokens, field=name)
+        section: Any = limited(config, data, field=name)
         readers: tuple[str, ...] = ()
-        if limited.reference_key is not None:
+        if section.reference_key is not None:
             readers = label_readers(rewards, policy)
-        sections.append(Section(name, limited, config.model, num_rows, readers, in_episodes))
+        num_rows = config.section_limits(name).num_rows
+        sections.append(Section(name, section, config.model, num_rows, readers, in_episodes))
     return sections
 
 

@@ -10,12 +10,17 @@ from typing import TypeVar
 from burnish.config import JobConfig
 from burnish.config.eval_section import EvalSection, eval_place
 from burnish.config.model import ModelConfig
+from burnish.config.roles import readers_of_rows
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.config.vllm_arguments import vllm_sampling_problems
 from burnish.data.config import DataConfig
 from burnish.models.load import ModelError, describe, hf_config, load_tokenizer, num_positions
+from burnish.models.teacher import by_id
 
 log = logging.getLogger("burnish")
+
+OWN_IDS = ("reference", "critic")
+"""Roles that read the policy's token ids and compare nothing over the vocabulary."""
 
 Data = TypeVar("Data", bound=DataConfig)
 
@@ -43,17 +48,79 @@ def within_positions(
     return data.model_copy(update={data.length_key: limit - new_tokens})
 
 
-def held_out_sets(evaluation: EvalSection[Data] | None, *models: ModelConfig) -> dict[str, Data]:
-    """Return the evaluation sets by name, with their length limits within the positions of all
-    ``models``. The name of ``eval.data`` is empty."""
-    sections = {} if evaluation is None else evaluation.by_name
+def limited(config: JobConfig, data: Data, *, field: str = "data") -> Data:
+    """Return a data section with its length limit within the positions of every model that reads
+    its rows. ``field``: name of the section in the recipe. Raises ModelError, see
+    :func:`within_positions`."""
+    models, new_tokens, _ = config.section_limits(field)
     for model in models:
-        for name, data in sections.items():
-            sections[name] = within_positions(data, model, field=eval_place(name))
-    return sections
+        data = within_positions(data, model, new_tokens=new_tokens, field=field)
+    return data
 
 
-def sampling_problems(config: JobConfig) -> Iterator[str]:
+def held_out_sets(config: JobConfig, evaluation: EvalSection[Data] | None) -> dict[str, Data]:
+    """Return the evaluation sets by name, :func:`limited`. The name of ``eval.data`` is empty."""
+    sections = {} if evaluation is None else evaluation.by_name
+    return {name: limited(config, data, field=eval_place(name)) for name, data in sections.items()}
+
+
+def vocabulary_problems(config: JobConfig) -> Iterator[str]:
+    """Yield an error for each sampling parameter that does not fit the vocabulary of the model, and
+    for each model that reads its token ids as other tokens."""
+    yield from _sampling_problems(config)
+    yield from _other_tokens(config)
+
+
+def _other_tokens(config: JobConfig) -> Iterator[str]:
+    """Yield an error for each reference or critic in which an id of the policy stands for another
+    token, or has no embedding. (A teacher's vocabulary is compared where it is built.)"""
+    roles = [role for role in readers_of_rows(config.roles()) if role.kind in OWN_IDS]
+    roles = [role for role in roles if not _same_files(role.model, config.model)]
+    if not roles:
+        return
+    tokenizer = load_tokenizer(config.model)
+    tokens, special = by_id(tokenizer), set(tokenizer.get_added_vocab().values())
+    for role in roles:
+        key, name = f"{role.kind}.model", describe(role.model)
+        size = vocab_size_of(role.model)
+        missing = [i for i in tokens if size is not None and i >= size]
+        if missing := [i for i in missing if i != tokenizer.pad_token_id]:
+            yield (
+                f"{key}: {name} has {size} tokens, but the policy {describe(config.model)} has "
+                f"{len(tokens)}: the model could not read token {min(missing)} "
+                f"({tokens[min(missing)]!r}). Use a model with the policy's tokens, such as "
+                "the one that the policy was trained from, after its embeddings were resized"
+            )
+            continue
+        try:
+            others = load_tokenizer(role.model)
+        except ModelError:  # a folder of weights alone: only its size is known
+            continue
+        other = by_id(others)
+        differ = sorted(i for i in tokens.keys() & other.keys() if tokens[i] != other[i])
+        if set(differ) <= special | set(others.get_added_vocab().values()):
+            if differ:
+                log.warning(
+                    "%s: %d special tokens of %s have other names than in the policy (token %d is "
+                    "%r, in the policy %r): it reads their ids as what it learned for them",
+                    *(key, len(differ), name, differ[0], other[differ[0]], tokens[differ[0]]),
+                )
+            continue
+        first = next(i for i in differ if i not in special)
+        yield (
+            f"{key}: {name} has other tokens than the policy {describe(config.model)}: token "
+            f"{first} is {other[first]!r}, and {tokens[first]!r} in the policy, so it would read "
+            "other texts. Use a model with the policy's tokenizer"
+        )
+
+
+def _same_files(model: ModelConfig, other: ModelConfig) -> bool:
+    """Return whether two models are read from the same files, except for adapters."""
+    files, others = ((m.path, m.gguf_file, m.scratch, m.tokenizer_path) for m in (model, other))
+    return files == others
+
+
+def _sampling_problems(config: JobConfig) -> Iterator[str]:
     """Yield an error for each sampling parameter that does not fit the vocabulary of the model."""
     vocab_size = vocab_size_of(config.model)
     if vocab_size is None:

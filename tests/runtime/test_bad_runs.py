@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 import burnish
 from burnish.config import ConfigError, JobConfig
+from burnish.config.model import ModelConfig
 from burnish.data.sources import DataError
 from burnish.driver.errors import RunError
-from burnish.models.load import ModelError
+from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
 from burnish.rewards.base import RewardError
@@ -262,7 +264,7 @@ def test_adapters_are_not_put_on_another_base_at_resume(
 def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
     job: str, write_rows: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """64 positions (of distillation's teacher 32), whatever eval.data.max_len allows."""
+    """64 positions (of a teacher or reference 32), whatever eval.data.max_len allows."""
 
     def row(prompt: str) -> dict[str, Any]:
         if job == "steps":
@@ -281,12 +283,47 @@ def test_held_out_rows_that_the_model_has_no_positions_for_are_over_the_limit(
         "eval": {"data": data | held_out | {"max_len": 2048}},
         "train": {"train_batch_size": 2},
     }
-    if job == "distill":
-        tree["teacher"] = {"model": {"scratch": scratch | {"max_position_embeddings": 32}}}
+    other = {"distill": "teacher", "preference": "reference"}.get(job)
+    if other is not None:
+        tree[other] = {"model": {"scratch": scratch | {"max_position_embeddings": 32}}}
     metrics = burnish.run(burnish.load_config(tree)).metrics
     assert math.isfinite(metrics["eval/loss"])
-    assert f"eval.data.max_len is lowered to {32 if job == 'distill' else 64}" in caplog.text
+    assert f"eval.data.max_len is lowered to {64 if other is None else 32}" in caplog.text
     assert "1 rows dropped" in caplog.text or "1 pairs dropped" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["reference", "critic"])
+def test_a_reference_or_critic_reads_the_ids_of_the_policy_as_the_same_tokens(
+    role: str, rl: MakeConfig, reward: Reward, tmp_path: Path
+) -> None:
+    """It may have more tokens, and special tokens of other names; fewer or others are refused."""
+    changed = ["algorithm.advantage=gae", f"{role}.model.path={tmp_path / 'other'}"]
+    if role == "reference":
+        changed = ["algorithm.kl.init_kl_coef=0.1", changed[1]]
+    policy = rl().model
+
+    def run(alphabet: str, **names: str) -> None:
+        assert policy.scratch is not None
+        scratch = policy.scratch.model_copy(update={"alphabet": alphabet})
+        model = ModelConfig(scratch=scratch)
+        load_causal_lm(model).save_pretrained(tmp_path / "other")
+        tokenizer = load_tokenizer(model)
+        text = tokenizer.backend_tokenizer.to_str()
+        for old, new in names.items():
+            text = text.replace(f"<{old}>", f"<{new}>")
+        tokenizer.save_pretrained(tmp_path / "other")
+        (tmp_path / "other" / "tokenizer.json").write_text(text)
+        burnish.run(rl(*changed), rewards=reward)
+
+    assert policy.scratch is not None
+    alphabet = policy.scratch.alphabet
+    for kept in (lambda: run(alphabet + "xyz"), lambda: run(alphabet, unk="no")):
+        kept()
+        shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunError, match=rf"{role}.model: .* could not read token"):
+        run(alphabet[:-1])
+    with pytest.raises(RunError, match=rf"{role}.model: .* has other tokens than the policy"):
+        run(alphabet[::-1])
 
 
 def test_a_run_folder_that_cannot_be_made_or_written_is_refused_before_anything_is_loaded(

@@ -91,7 +91,8 @@ def _tool_of(spec: str | Callable[..., Any], owner: type | None) -> Tool:
         except LoadError as error:
             raise EnvironmentSetupError(f"tool {error}") from error
         return _make_tool(function, False)
-    methods = dict(inspect.getmembers(owner, inspect.isfunction)) if owner else {}
+    members = inspect.getmembers(owner) if owner else ()
+    methods = {name: m for name, m in members if inspect.isfunction(m) or inspect.ismethod(m)}
     if spec not in methods:
         raise EnvironmentSetupError(
             f"tool {spec!r} is neither path/to/file.py:function nor package.module:function, nor "
@@ -99,7 +100,8 @@ def _tool_of(spec: str | Callable[..., Any], owner: type | None) -> Tool:
             f"{owner.__name__ if owner else 'the environment'}"
             f"{nearest(spec, (*methods, CODE_TOOL))}"
         )
-    return _make_tool(methods[spec], True)
+    of_class = isinstance(inspect.getattr_static(owner, spec), (staticmethod, classmethod))
+    return _make_tool(methods[spec], not of_class)
 
 
 @lru_cache(maxsize=1024)

@@ -229,7 +229,7 @@ def test_a_long_result_is_cut() -> None:
 
 
 class Shop(ToolEnvironment):
-    tools = ("buy",)
+    tools = ("buy", "price", "open_in")
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Start:
         self.cart: list[str] = []
@@ -240,6 +240,16 @@ class Shop(ToolEnvironment):
         self.cart.append(item)
         return len(self.cart)
 
+    @staticmethod
+    def price(item: str) -> int:
+        """Look up a price."""
+        return len(item)
+
+    @classmethod
+    def open_in(cls, town: str) -> str:
+        """Look up a shop."""
+        return f"{cls.__name__} {town}"
+
     def finish(self, message: Message) -> Mapping[str, float]:
         return {"bought": float("milk" in self.cart)}
 
@@ -248,7 +258,8 @@ def test_methods_are_tools_with_the_state_of_the_episode() -> None:
     shop, other = Shop(), Shop()
     for environment in (shop, other):
         assert "self" not in str(environment.reset({"prompt": "Buy milk."}, 1).tools)
-    assert step(shop, calls(("buy", {"item": "milk"}))).messages[0]["content"] == "1"
+    asked = calls(("buy", {"item": "milk"}), ("price", {"item": "tea"}), ("open_in", {"town": "A"}))
+    assert [m["content"] for m in step(shop, asked).messages] == ["1", "3", "Shop A"]
     assert step(shop, {"content": "Done."}).rewards == {"bought": 1.0}
     assert step(other, {"content": "Done."}).rewards == {"bought": 0.0}
 

@@ -167,8 +167,8 @@ class CriticConfig(Node):
     """Value model of PPO."""
 
     model: ModelConfig | None = None
-    """Initial model, with the policy's tokens. None: the policy's. A language model gets a new value
-    head of zeros; a reward model keeps its own."""
+    """Initial model, with the policy's tokens. None: the policy's. A language model gets a new
+    value head of zeros; a reward model keeps its own."""
     lr: float | None = Field(None, gt=0)
     """Learning rate of the critic. None: ``train.lr``."""
     optimizer: OptimizerConfig | None = None

@@ -182,6 +182,21 @@ def test_a_server_encodes_a_query_as_its_model_was_trained(
     assert templated.count(own.bos_token_id) == 1 and own.eos_token_id not in templated
 
 
+def test_no_reader_of_a_response_reads_text_behind_its_end_token(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup
+) -> None:
+    """Not a server, and no reward of a plain text, of a conversation, or of steps."""
+    scorer = TextScorer(None, own, ServeOptions(), max_len=99)  # type: ignore[arg-type]
+    ends, longer = "ab</s>", "ab</s> and what is a?</s>"
+    rows = [scorer.encode(f"a?{text}", "a?").ids for text in (ends, longer)]
+    assert rows[0] == rows[1] and rows[0][-1] == own.eos_token_id
+    for prompt in ("a?", [{"role": "user", "content": "a?"}]):
+        for continues in (False, True):
+            encode = RowEncoder(own, "rm", continues=continues)
+            pairs = [encode(_item(make_group, prompt, text)) for text in (ends, longer)]
+            assert pairs[0] == pairs[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "read_as_sampled"),
     [

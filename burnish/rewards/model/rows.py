@@ -124,13 +124,17 @@ def encode_text(
 
     The prompt starts with the tokenizer's leading special tokens, once, and has no trailing ones.
     No token spans the boundary between prompt and response. The response ends with the EOS token if
-    ``ended``.
+    ``ended``, or with the first end token in its text, because sampling stops there.
     """
     text, head = encode_prompt(tokenizer, prompt)
     if len(head) > 1 and head[0] == head[1] == tokenizer.bos_token_id:
         head = head[1:]  # the chat template already added the BOS token
-    ids, _ = encode_completion(tokenizer, head, response, prompt=text, add_eos=ended)
-    return head, ids[len(head) :]
+    return head, _trained(encode_completion(tokenizer, head, response, prompt=text, add_eos=ended))
+
+
+def _trained(row: tuple[list[int], list[bool]]) -> list[int]:
+    """Return the ids of the response in (ids, mask) of a row."""
+    return [token for token, is_trained in zip(*row, strict=True) if is_trained]
 
 
 class _Form(NamedTuple):
@@ -274,10 +278,7 @@ class RowEncoder:
                     "model.chat_template to the template that it was trained with",
                     self.name,
                 )
-        head, ids = encode_text(self.tokenizer, str(answer.prompt), text, ended=ended)
-        ends = end_texts(self.tokenizer)
-        first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        return head, ids[: first + 1]
+        return encode_text(self.tokenizer, str(answer.prompt), text, ended=ended)
 
     def of_messages(
         self,
@@ -303,8 +304,8 @@ class RowEncoder:
         rendered, head = encode_prompt(
             self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
         )
-        ids, _ = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
-        return head, ids[len(head) :]
+        row = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
+        return head, _trained(row)
 
     def _encoded(
         self,

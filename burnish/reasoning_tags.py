@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+BlockState = Literal["opened", "closed", "none"]
+"""State of the block of reasoning at the end of a prompt."""
+
 
 @dataclass(frozen=True)
 class Tags:
@@ -32,7 +35,7 @@ class Tags:
         block, _, rest = begin.removeprefix(self.begin).partition(self.end)
         return block, rest
 
-    def of_prompt(self, prompt: str) -> tuple[str, Literal["opened", "closed", "none"]]:
+    def of_prompt(self, prompt: str) -> tuple[str, BlockState]:
         """Return a prompt without the block that it ends with, and the state of the block.
 
         >>> THINK.of_prompt("A:<think>\\n"), THINK.of_prompt("A:<think></think>")

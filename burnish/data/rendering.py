@@ -26,7 +26,7 @@ from burnish.chat_message import REASONING, Message, roles_of
 from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.data.thoughts import text_behind_repeated, with_reasoning_key
-from burnish.reasoning_tags import REASONING_TAGS, THINK, Tags
+from burnish.reasoning_tags import REASONING_TAGS, THINK, BlockState, Tags
 from burnish.templates import render_chat
 
 if TYPE_CHECKING:
@@ -111,8 +111,9 @@ class Habits:
     empty_block: bool = False
     """Reasoning inside the text of an answer follows an empty block, which is filled from the key
     (Qwen3.8)."""
-    opens_reasoning: bool = False
-    """The generation prompt opens reasoning, which is added to the rendered answer."""
+    prompt_block: BlockState = "none"
+    """State of the block of reasoning at the end of the generation prompt after a question. Opened:
+    the reasoning is added to the rendered answer."""
     bare_tools: bool = False
     """Tools are rendered only as ``{"name", "parameters"}`` without OpenAI's wrapper."""
     tags: Tags = THINK
@@ -124,8 +125,8 @@ class Habits:
 
     def ignores_reasoning_of(self, message: Message) -> bool:
         """Return whether the message has reasoning that the template never renders."""
-        ignores = self.reasoning_key is None and not (self.cuts_reasoning or self.opens_reasoning)
-        return ignores and REASONING[0] in message
+        adds = self.cuts_reasoning or self.prompt_block == "opened"
+        return self.reasoning_key is None and not adds and REASONING[0] in message
 
     def with_reasoning_once(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message without its reasoning in the text, or under its key, if both are the
@@ -182,7 +183,7 @@ def habits_of(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> Habits
             reasoning_key=probe.reasoning_key(),
             cuts_reasoning=probe.cuts_reasoning(),
             empty_block=probe.empty_block(),
-            opens_reasoning=probe.opens_reasoning(),
+            prompt_block=probe.prompt_block(),
             ignored=frozenset(probe.ignored(json_arguments, without_content)),
             bare_tools=bool(tools) and probe.bare_tools(),
             tags=tags,
@@ -289,10 +290,10 @@ class _Probe:
         end = self._tags.end
         return text.count(end) > filled.count(end) > 0
 
-    def opens_reasoning(self) -> bool:
-        """Return whether the generation prompt ends in a block of reasoning."""
+    def prompt_block(self) -> BlockState:
+        """Return the state of the block of reasoning at the end of the generation prompt."""
         prompt = self._conversation({"role": "user", "content": "Go."}) or ""
-        return self._tags.of_prompt(prompt)[1] == "opened"
+        return self._tags.of_prompt(prompt)[1]
 
     def tags(self) -> Tags | None:
         """Return the tags of reasoning, see :func:`tags_of`."""

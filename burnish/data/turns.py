@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from burnish.chat_message import REASONING, Message
 from burnish.data.notices import note
@@ -26,7 +26,7 @@ from burnish.data.thoughts import (
     split_rendered,
     without_empty_block,
 )
-from burnish.reasoning_tags import Tags
+from burnish.reasoning_tags import BlockState, Tags
 from burnish.special_tokens import special_tokens
 from burnish.templates import current_date
 
@@ -144,6 +144,9 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
     if not (habits.cuts_reasoning and thought.reasoning) or rendered.reasoning is not None:
         turn = full[len(prompt) :]
         return _without_first_block(turn, tags) if thought.reasoning else turn
+    if habits.prompt_block == "closed" and messages[-2]["role"] == "tool":
+        # The answer continues the turn in which the prompt closed reasoning (DeepSeek-V3.1).
+        raise DataError(_CLOSED)
     return f"{tags.begin}\n{thought.reasoning}\n{tags.end}{thought.gap}{rendered.text}"
 
 
@@ -254,7 +257,7 @@ def _without_first_block(turn: str, tags: Tags) -> str:
 
 def _prompt_block(
     render: Render, messages: Sequence[Message], prompt: str, tags: Tags
-) -> tuple[str, Literal["opened", "closed", "none"]]:
+) -> tuple[str, BlockState]:
     """Return the block at the end of a prompt (:meth:`Tags.of_prompt`), unless the mark at its end
     is a message's text."""
     head, state = tags.of_prompt(prompt)

@@ -324,6 +324,35 @@ def test_reasoning_under_its_key_and_in_the_text_is_trained_once(family: str) ->
     assert "double_reasoning" in notices and "reasoning_ignored" not in notices
 
 
+_AFTER_RESULTS = (
+    "{% for m in messages %}{% set before = messages[loop.index0 - 1].role %}"
+    "{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n</think>' if before == 'user' }}"
+    "{{ m.content.split('</think>')[-1] }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}<|im_end|>{% else %}<|im_start|>{{ m.role }}\\n{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}"
+    "<|im_start|>assistant\\n{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+"""DeepSeek-V3.1: no generation prompt after the result of a tool, where its answer continues."""
+
+
+def test_reasoning_behind_a_result_is_refused_if_the_conversation_closes_reasoning() -> None:
+    """The model never opens a block there. An answer without reasoning is trained as it is."""
+    tokenizer = chat_tokenizer("chatml")
+    start = LOOP[:-1]
+    for thinking, expected in ((False, None), (True, "<think>\nwhy\n</think>\n\nans<|im_end|>")):
+        tokenizer.chat_template = with_defaults(_AFTER_RESULTS, {"thinking": thinking})
+        text, turns = locate_turns(tokenizer, [*start, answer("ans")], [3])
+        assert text[turns[0].begin :] == "ans<|im_end|>"
+        for message in _WHY[:2]:
+            if expected is None:
+                with pytest.raises(DataError, match="closes reasoning"):
+                    locate_turns(tokenizer, [*start, message], [3])
+            else:
+                text, turns = locate_turns(tokenizer, [*start, message], [3])
+                assert text[turns[0].begin :] == expected
+
+
 def test_earlier_answers_that_leave_the_reasoning_of_their_prompt_open_are_refused() -> None:
     tokenizer = published_tokenizer("chatml")
     tokenizer.chat_template = _PROMPTED.replace("BLOCK", "{{ '<think>\\n' }}")

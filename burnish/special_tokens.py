@@ -7,6 +7,7 @@ stops at the token with which its training rows end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -47,25 +48,59 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
 def turn_length(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int]) -> int | None:
     """Return the number of tokens of an assistant's turn up to and including its end token.
 
-    The end token is the first EOS token, or else a special token at the end, before white space
-    (some templates end turns with ``<|eot_id|>``). Return None if there is none.
+    The end token is the one with which the template also ends a turn that others follow, if EOS is
+    written behind it (Phi-3.5: ``<|end|>``, a line break and EOS behind the last turn). Else it is
+    the first EOS token, or else a special token at the end, before white space (some templates end
+    turns with ``<|eot_id|>``). Return None if there is none.
     """
+    length = _length_to_eos(tokenizer, turn)
+    if length is None:
+        return None
+    before = _without_space(tokenizer, turn[: length - 1])
+    return len(before) if before and before[-1] in inner_ends(tokenizer) else length
+
+
+def _length_to_eos(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int]) -> int | None:
+    """Return the number of tokens of a turn up to its EOS token, else to a special token at its
+    end."""
     if tokenizer.eos_token_id in turn:
         return list(turn).index(int(tokenizer.eos_token_id)) + 1
-    end = len(turn)
-    while end and not str(tokenizer.decode([turn[end - 1]])).strip():
+    written = _without_space(tokenizer, turn)
+    return len(written) if written and written[-1] in special_tokens(tokenizer) else None
+
+
+def _without_space(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Sequence[int]:
+    end = len(ids)
+    while end and not str(tokenizer.decode([ids[end - 1]])).strip():
         end -= 1
-    return end if end and turn[end - 1] in special_tokens(tokenizer) else None
+    return ids[:end]
+
+
+_inner: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, frozenset[int]]] = WeakKeyDictionary()
+
+
+def inner_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special token with which the chat template ends an answer, whether or not a
+    message follows it. Empty if there is none."""
+    template = str(tokenizer.chat_template)
+    known = _inner.get(tokenizer)
+    if known is None or known[0] != template:
+        answer = {"role": "assistant", "content": _MARK}
+        last, inner = (_after_mark(tokenizer, answer, *more) for more in ((), (_QUESTION,)))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(last, inner, strict=False))
+        ends = [token for token, _ in same if token in special_tokens(tokenizer)]
+        known = _inner[tokenizer] = (template, frozenset(ends[-1:]))
+    return known[1]
 
 
 def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the special tokens that end an assistant's turn in the chat template.
 
-    They are the last trained tokens of a turn that is text, and of one that is a tool call
-    (:func:`turn_length`), and the special token directly after a text (``<|end|>`` of Phi-3, which
-    is followed by EOS). They often differ from the end-of-sequence token, as in a base model with a
-    chat template. The result is empty without a chat template or such a token. Raises
-    TemplateLimitError if the template exceeds its limits.
+    They are the last tokens of a turn that is text, and of one that is a tool call, and the special
+    token directly after a text (``<|end|>`` of Phi-3, which is followed by EOS). Trained turns end
+    with one of them (:func:`turn_length`). They often differ from the end-of-sequence token, as in
+    a base model with a chat template. The result is empty without a chat template or such a token.
+    Raises TemplateLimitError if the template exceeds its limits.
     """
     if not tokenizer.chat_template:
         return frozenset()
@@ -75,12 +110,13 @@ def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     calls = (_after_mark(tokenizer, _call(arguments)) for arguments in _ARGUMENTS)
     call = next(filter(None, calls), [])
     for tail in (text, call):
-        length = turn_length(tokenizer, tail)
+        length = _length_to_eos(tokenizer, tail)
         ends |= set() if length is None else {tail[length - 1]}
     return frozenset(ends)
 
 
 _MARK = "xyzzy"
+_QUESTION = {"role": "user", "content": "a"}
 _ARGUMENTS = ({"key": _MARK}, f'{{"key": "{_MARK}"}}')
 """Arguments of a tool call as templates expect them: a mapping, or JSON text (DeepSeek V3)."""
 _TOOL = {
@@ -99,12 +135,14 @@ def _call(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _after_mark(tokenizer: PreTrainedTokenizerBase, answer: dict[str, Any]) -> list[int]:
-    """Return the tokens of a conversation after the mark in its answer. Empty if the template
-    rejects or drops the answer."""
+def _after_mark(
+    tokenizer: PreTrainedTokenizerBase, answer: dict[str, Any], *more: dict[str, Any]
+) -> list[int]:
+    """Return the tokens of a conversation after the mark in its answer, which ``more`` messages
+    follow. Empty if the template rejects or drops the answer."""
     tools = [_TOOL] if answer.get("tool_calls") else None
     try:
-        text = render_chat(tokenizer, [{"role": "user", "content": "a"}, answer], tools=tools)
+        text = render_chat(tokenizer, [_QUESTION, answer, *more], tools=tools)
     except TemplateLimitError:
         raise
     except (TemplateError, TypeError, ValueError):

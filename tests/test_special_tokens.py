@@ -131,7 +131,7 @@ def test_only_tokens_that_end_a_turn_are_stop_tokens(name: str) -> None:
     tokenizer = tokenizer_of(name)
     ends = {last_trained(tokenizer, turn) for turn in turns_of(name)}
     if name == "phi":  # writes EOS behind the end of the last turn
-        ends.add(tokenizer.convert_tokens_to_ids("<|end|>"))
+        ends.add(tokenizer.eos_token_id)
     assert turn_end_ids(tokenizer) == ends
 
 

@@ -397,7 +397,7 @@ def _check_behind(
     tokenizer: PreTrainedTokenizerBase, behind: Sequence[int], message: Message
 ) -> None:
     """Raise DataError if a part of an answer is behind its end token."""
-    text = str(tokenizer.decode(list(behind))).strip() if behind else ""
+    text = str(tokenizer.decode(list(behind), skip_special_tokens=True)).strip() if behind else ""
     if not text:
         return
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]

@@ -36,7 +36,7 @@ from burnish.episodes.token_texts import common_length
 from burnish.errors import BurnishError
 from burnish.model_text import Pattern
 from burnish.reasoning_tags import Tags
-from burnish.special_tokens import special_tokens
+from burnish.special_tokens import inner_ends, special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -290,8 +290,8 @@ class ChatTemplate:
         return turn[: ends[-1].end()] if ends else turn
 
     def end_tokens(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Return (tokens that end a turn if it is the last, those and the tokens that end a turn if
-        a user message or a tool result follows), with and without tools."""
+        """Return (tokens that end a turn if it is the last, or wherever it is; those and the tokens
+        that end a turn if a user message or a tool result follows), with and without tools."""
         stop: set[str] = set()
         close: set[str] = set()
         result = {"role": "tool", "tool_call_id": "probe0000", "name": "look_up", "content": "1"}
@@ -311,6 +311,7 @@ class ChatTemplate:
             {int(str(self._tokenizer.convert_tokens_to_ids(token))) for token in tokens}
             for tokens in (stop or {str(self._tokenizer.eos_token or "")} - {""}, close)
         )
+        stop_ids |= inner_ends(self._tokenizer)
         return frozenset(stop_ids), frozenset(stop_ids | close_ids)
 
     def framing(self, is_delimiter: Callable[[str], bool]) -> Framing:

@@ -25,6 +25,7 @@ from burnish.data.turns import locate_turns
 from burnish.episodes.probing import TOOLS
 from burnish.episodes.probing import call as probe_call
 from burnish.episodes.renderer import ChatRenderer
+from burnish.special_tokens import turn_end_ids
 from burnish.templates import with_defaults
 
 Jsonl = Callable[..., str]
@@ -107,18 +108,19 @@ def test_all_answers_of_a_conversation_are_trained_after_their_rl_prompts(family
 
 
 @pytest.mark.parametrize("line", ["{{ '\\n' }}", ""])
-def test_eos_behind_the_last_message_alone_ends_only_the_last_turn(line: str) -> None:
-    """Templates of Phi-3.5 (with a line) and Phi-4-mini."""
+def test_eos_behind_the_last_message_alone_is_not_trained(line: str) -> None:
+    """Templates of Phi-3.5 (with a line) and Phi-4-mini: sampling stops before it."""
     tokenizer = published_tokenizer("chatml")
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}<|im_end|>LINE{% endfor %}"
         "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
     ).replace("LINE", line)
-    ids, mask = encode_conversation(tokenizer, TURNS)
+    ids, mask = encode_conversation(tokenizer, [*TURNS[:3], answer("end")])
     runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
     texts = [tokenizer.decode([i for i, _ in run]) for on, run in runs if on]
-    assert [text.replace("\n", "") for text in texts] == ["4<|im_end|>", "6<|im_end|><|endoftext|>"]
+    assert [text.replace("\n", "") for text in texts] == ["4<|im_end|>", "end<|im_end|>"]
+    assert {tokenizer.decode(i) for i in turn_end_ids(tokenizer)} == {"<|im_end|>", "<|endoftext|>"}
 
 
 @pytest.mark.parametrize("family", ["chatml", "xml"])

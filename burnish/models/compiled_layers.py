@@ -163,8 +163,8 @@ def compiler_problem(device: torch.device) -> str | None:
         return "kernels of a GPU need triton, which is not installed (pip install triton)"
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return (
-            "torch.compile is disabled in this process by TORCHDYNAMO_DISABLE=1 (vLLM on a CPU "
-            "needs it: use cluster.runtime=ray, or another rollout engine)"
+            "torch.compile is disabled in this process by TORCHDYNAMO_DISABLE=1 in its "
+            "environment; unset the variable"
         )
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler

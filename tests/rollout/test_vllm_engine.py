@@ -33,6 +33,7 @@ import burnish.rollout.vllm.weights as weights_side
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
+from burnish.models.compiled_layers import Compilations, compiler_problem
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.rollout.local.config import LocalEngine
@@ -865,7 +866,12 @@ def test_unmodified_vllm_packs_all_layers_and_is_refused(
         refused(engine, 0)
 
 
-def test_global_generators_and_threads_are_unchanged() -> None:
+def test_global_generators_threads_and_the_compiler_are_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM compiles nothing, and a trainer in this process may."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    graphs = Compilations.so_far().graphs
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
@@ -881,6 +887,8 @@ def test_global_generators_and_threads_are_unchanged() -> None:
         next(done)
         assert torch.is_grad_enabled()
         list(done)
+        assert Compilations.so_far().graphs == graphs
+        assert compiler_problem(torch.device("cpu")) is None
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
 
 

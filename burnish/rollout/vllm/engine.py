@@ -49,6 +49,7 @@ from burnish.rollout.vllm.process import (
     new_folder,
     process_kept,
     remove_traces,
+    uncompiled_on_cpu,
 )
 from burnish.rollout.vllm.sampling import add_token, check_sampling, sampling_fields
 from burnish.rollout.vllm.weights import (
@@ -460,7 +461,6 @@ def _prepare_process() -> bool:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else the first log-probs take 24 s
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # also applies to the trainer
     from vllm.platforms import current_platform
 
@@ -522,7 +522,7 @@ def _start(folder: Path, arguments: dict[str, Any]) -> tuple[Any, bool]:
         )
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # of sockets between the processes
     try:
-        with process_kept():
+        with process_kept(), uncompiled_on_cpu():
             llm = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
         return llm, ours
     except Exception as error:

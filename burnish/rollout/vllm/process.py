@@ -3,6 +3,7 @@ processes. Nothing here imports vllm."""
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 
 from burnish import shm
+
+_DISABLE = "TORCHDYNAMO_DISABLE"
 
 
 def new_folder() -> Path:
@@ -41,6 +44,22 @@ def process_kept() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numbers)
         torch.set_num_threads = set_threads
+
+
+@contextmanager
+def uncompiled_on_cpu() -> Iterator[None]:
+    """Without a GPU, leave the functions of modules that are imported in the ``with`` block as they
+    are: vLLM decorates some with ``torch.compile``, and the first log-probs would take 24 s. A
+    trainer in this process may compile its layers before and after."""
+    before = os.environ.get(_DISABLE)
+    if not torch.cuda.is_available():
+        os.environ[_DISABLE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_DISABLE, None)
+        if before is not None:
+            os.environ[_DISABLE] = before
 
 
 def remove_traces(name: str | None) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from common import markdown_table
 
-from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule
+from burnish.rollout.asynchronous.schedule import ScheduleLimits, StalenessSchedule
 
 GROUP = 8
 """Responses of a group."""
@@ -69,12 +69,12 @@ class Job:
     """run_ahead; at most ``stale``"""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ScheduleLimits:
         size = self.workers
         ahead = min(self.ahead, self.stale) * size
         slots = ahead + (math.ceil(self.oversample * size) if self.stale else size)
         # more steps than are simulated, so that admission does not end before the last of them
-        return Limits(size, slots, self.stale, WARM + self.steps + self.stale + 2, 0)
+        return ScheduleLimits(size, slots, self.stale, WARM + self.steps + self.stale + 2, 0)
 
 
 @dataclass

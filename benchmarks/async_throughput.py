@@ -52,7 +52,7 @@ from common import markdown_table, versions
 from learning_results import spread
 
 from burnish.rollout.base import Request
-from burnish.rollout.runner import Drawn, Runner, prompt_seed
+from burnish.rollout.runner import Runner, SampledGroup, prompt_seed
 
 OUT = Path("runs/async_throughput.jsonl")
 MEAN, LONGEST = 64, 768
@@ -78,7 +78,7 @@ class DrawnLengths(Runner):
         tokens = min(LONGEST, max(1, round(length)))
         return Request(prompt.id, prompt.token_ids, 1, prompt_seed(self.seed, prompt.id), tokens)
 
-    async def draw(self, prompt: Any, service: Any) -> Drawn:
+    async def draw(self, prompt: Any, service: Any) -> SampledGroup:
         """Sample the group of one prompt."""
         begun = time.perf_counter()
         drawn = await super().draw(prompt, service)

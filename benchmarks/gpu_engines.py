@@ -43,7 +43,7 @@ from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.weights import Fingerprint, fingerprint, read_fingerprints
 from burnish.sync.checksum import word_sums
-from burnish.sync.inproc import InprocSync
+from burnish.sync.inproc import InprocWeightSync
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
@@ -268,7 +268,7 @@ def sync(setup: Setup, report: Report) -> None:
         device=setup.device,
     ).requires_grad_(False)
     local = LocalRolloutEngine(sampler, scratch_tokenizer("01"), LocalEngine())
-    link = InprocSync(engine, local)
+    link = InprocWeightSync(engine, local)
     cases: dict[str, Callable[[], Any]] = {
         "fingerprint, from bf16": lambda: fingerprints(half),
         "checksum on the device": lambda: word_sums(flat),

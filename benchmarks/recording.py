@@ -17,7 +17,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from burnish.driver.records import Recorded, read_rollout, write_rollout
+from burnish.driver.records import RecordedRollout, read_rollout, write_rollout
 from burnish.rollout.runner import Rollout
 from burnish.types import Group, Prompt, Sample, Stats
 
@@ -63,7 +63,7 @@ def main() -> None:
     groups = tuple(
         group(i, args.samples, args.prompt_tokens, args.tokens) for i in range(args.prompts)
     )
-    recorded = Recorded(Rollout(groups, Stats(), ages={0: 2, 1: 1, 2: 0}), {})
+    recorded = RecordedRollout(Rollout(groups, Stats(), ages={0: 2, 1: 1, 2: 0}), {})
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         written = write_rollout(Path(folder), 1, recorded, {})

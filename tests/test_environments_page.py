@@ -18,7 +18,7 @@ from burnish.config.yaml_text import RecipeLoader
 from burnish.environments.pool import EnvironmentPool
 from burnish.episodes.runner import FAILED, episode_stats
 from burnish.jobs.episodes import environment_spec
-from burnish.rewards.function.reward import FunctionReward
+from burnish.rewards.function.reward import FunctionScorer
 from burnish.transcript import Episode, EpisodeStatus, Turn
 
 PAGE = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -98,7 +98,7 @@ def test_the_reward_takes_the_conversation() -> None:
     exec(re.sub(r"(?m)^  ", "", block("python reward")), found)
     messages = [{"role": "user"}, {"role": "assistant"}, {"role": "assistant"}]
     assert found["short"]("x", messages) == -2
-    FunctionReward(found["short"], name="short").close()
+    FunctionScorer(found["short"], name="short").close()
 
 
 def test_every_status_is_in_the_table() -> None:

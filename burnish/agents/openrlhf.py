@@ -34,7 +34,7 @@ async def agent(task: dict[str, Any], endpoint: Any, *, path: str, **options: An
     agents may read. The run's own limits apply, too.
     """
     module = load(path)
-    policy = Policy(endpoint)
+    policy = EpisodePolicy(endpoint)
     executor = own_executor(module)
     if executor is None:
         return await play(module.AgentInstance, task, policy, options)
@@ -51,7 +51,7 @@ async def agent(task: dict[str, Any], endpoint: Any, *, path: str, **options: An
 
 
 async def play(
-    agent_class: Any, task: dict[str, Any], policy: Policy, options: dict[str, Any]
+    agent_class: Any, task: dict[str, Any], policy: EpisodePolicy, options: dict[str, Any]
 ) -> float:
     """Play one episode with an ``AgentInstance``."""
     instance = await created(agent_class)
@@ -182,7 +182,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
 # ---- the policy --------------------------------------------------------------------------------
 
 
-class Policy:
+class EpisodePolicy:
     """The policy of one episode, and the engine of an ``AgentExecutor``."""
 
     def __init__(self, endpoint: Any) -> None:

@@ -150,13 +150,13 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Recorded:
+class RecordedCall:
     """One answered call."""
 
     number: int
     """Place of the call in the order of arrival."""
     tools: tuple[Mapping[str, Any], ...]
-    prompt: Prompt
+    prompt: CallPrompt
     completion: Completion
     parsed: ParsedMessage
     text: str
@@ -177,7 +177,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class CallPrompt:
     """The prompt of a call."""
 
     ids: Ids
@@ -185,7 +185,7 @@ class Prompt:
     """The conversation as the policy reads it: answers of recorded calls as they were sampled, not
     as the client sent them. Without a chat template, what the client wrote is messages of a user,
     and the contents joined are the text."""
-    parent: Recorded | None = None
+    parent: RecordedCall | None = None
     """The call whose conversation this one continues."""
     num_known: int = 0
     """Number of messages in that conversation."""
@@ -203,14 +203,14 @@ class Prompts:
     def __init__(self, policy: Policy, *, max_tokens: int) -> None:
         """``max_tokens``: maximum tokens of a prompt; of longer texts nothing is tokenized."""
         self._policy, self._max_tokens = policy, max_tokens
-        self._history: History[Recorded] = History()
-        self._texts: list[tuple[str, Recorded]] = []
+        self._history: History[RecordedCall] = History()
+        self._texts: list[tuple[str, RecordedCall]] = []
         """Calls without a chat template, each with the text of its prompt and response, if that is
         the text of its tokens."""
-        self._ids: list[tuple[Ids, Recorded]] = []
+        self._ids: list[tuple[Ids, RecordedCall]] = []
         """Calls without a chat template, each with the ids of its prompt and response."""
 
-    def record(self, call: Recorded) -> None:
+    def record(self, call: RecordedCall) -> None:
         """Let later calls continue this one."""
         prompt = call.prompt
         if prompt.parent is not None:
@@ -232,7 +232,7 @@ class Prompts:
         if call.text and self._policy.renderer.special_ids.isdisjoint(sampled):
             self._texts.append((prompt.text + call.text, call))
 
-    async def find(self, call: ModelCall) -> Prompt:
+    async def find(self, call: ModelCall) -> CallPrompt:
         """Return the prompt of a call. Raises CallError if it cannot be rendered, TooLongError if
         its text has more characters than its tokens could have."""
         try:
@@ -248,11 +248,11 @@ class Prompts:
 
     async def _chat_prompt(
         self, messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...]
-    ) -> Prompt:
+    ) -> CallPrompt:
         """Return the prompt of a conversation. Raises RendererError."""
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
         if renderer.history == "template":
-            return Prompt(
+            return CallPrompt(
                 await in_renderer(renderer.render, messages, tools, max_tokens=self._max_tokens),
                 messages,
             )
@@ -260,7 +260,7 @@ class Prompts:
         continued = self._history.find(messages, digests)
         if continued is None:
             ids = await in_renderer(renderer.render, messages, tools, max_tokens=self._max_tokens)
-            return Prompt(ids, messages, digest=digests[-1], thoughts=thoughts_of(messages))
+            return CallPrompt(ids, messages, digest=digests[-1], thoughts=thoughts_of(messages))
         parent, num_known = continued
         before, sampled = parent.prompt.ids, parent.completion.token_ids
         ids = await in_renderer(
@@ -274,9 +274,9 @@ class Prompts:
         )
         thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))
         read = (*parent.prompt.messages, parent.parsed.message, *messages[num_known:])
-        return Prompt(ids, read, parent, num_known, digests[-1], thoughts)
+        return CallPrompt(ids, read, parent, num_known, digests[-1], thoughts)
 
-    async def _ids_prompt(self, token_ids: tuple[int, ...]) -> Prompt:
+    async def _ids_prompt(self, token_ids: tuple[int, ...]) -> CallPrompt:
         """Return a prompt of token ids. If they begin with those of a recorded call and its
         response, it continues that call."""
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
@@ -286,21 +286,21 @@ class Prompts:
         text = await in_renderer(renderer.decode, ids)
         known = [(prefix, call) for prefix, call in self._ids if ids[: len(prefix)] == prefix]
         if not known:
-            return Prompt(ids, (_user_message(text),), text=text)
+            return CallPrompt(ids, (_user_message(text),), text=text)
         prefix, parent = max(known, key=lambda pair: (len(pair[0]), pair[1].number))
         new = _text_behind(parent, text)
         if new is None:  # the response has special tokens, which its message does not show
             new = await in_renderer(renderer.response_text, prefix, ids[len(prefix) :])
         return _continued(parent, ids, new, text)
 
-    async def _text_prompt(self, text: str) -> Prompt:
+    async def _text_prompt(self, text: str) -> CallPrompt:
         """Return a prompt without a chat template. If the text begins with that of a recorded call
         and its response, it continues their tokens."""
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
         known = [(prefix, call) for prefix, call in self._texts if text.startswith(prefix)]
         if not known:
             ids = await in_renderer(renderer.encode, text, max_tokens=self._max_tokens)
-            return Prompt(checked_ids(ids, renderer), (_user_message(text),), text=text)
+            return CallPrompt(checked_ids(ids, renderer), (_user_message(text),), text=text)
         prefix, parent = max(known, key=lambda pair: (len(pair[0]), pair[1].number))
         before = IntArray(parent.prompt.ids) + parent.completion.token_ids
         more = await in_renderer(
@@ -309,17 +309,17 @@ class Prompts:
         return _continued(parent, before + more, str(_text_behind(parent, text)), text)
 
 
-def _text_behind(call: Recorded, text: str) -> str | None:
+def _text_behind(call: RecordedCall, text: str) -> str | None:
     """Return the part of ``text`` behind the prompt of a call and the message of its response: with
     its stop string or end token. None if it does not begin with them."""
     before = f"{call.prompt.text}{call.parsed.message['content']}"
     return text[len(before) :] if text.startswith(before) else None
 
 
-def _continued(parent: Recorded, ids: Ids, new: str, text: str) -> Prompt:
+def _continued(parent: RecordedCall, ids: Ids, new: str, text: str) -> CallPrompt:
     """Return a prompt without a chat template that continues a call with the text ``new``."""
     before = (*parent.prompt.messages, parent.parsed.message)
-    return Prompt(ids, (*before, _user_message(new)), parent, len(before), text=text)
+    return CallPrompt(ids, (*before, _user_message(new)), parent, len(before), text=text)
 
 
 def _user_message(text: str) -> Message:

@@ -39,7 +39,7 @@ from burnish.agents.replies import (
     make_start,
     with_stop,
 )
-from burnish.agents.streaming import Reader, Responses
+from burnish.agents.streaming import ResponseStreams, TokenReader
 from burnish.episodes.loop import call_seed, sample
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import ChatRenderer, TextCodec, TooLongError
@@ -222,7 +222,7 @@ class ServingBackend:
         if progress is None:
             completions = await self._sample(requests, sampling)
         else:
-            live = Responses([await self._in_thread(self._reader, call, p) for p in sampled])
+            live = ResponseStreams([await self._in_thread(self._reader, call, p) for p in sampled])
             requests = [
                 replace(request, on_tokens=live.listener(i)) for i, request in enumerate(requests)
             ]
@@ -255,7 +255,7 @@ class ServingBackend:
                 requests.append(request)
         return requests
 
-    def _reader(self, call: ModelCall, prompt: _Prompt) -> Reader:
+    def _reader(self, call: ModelCall, prompt: _Prompt) -> TokenReader:
         if prompt.renderer is None:
             return self._codec.stream_text(prompt.ids, call.stop)
         return prompt.renderer.stream(prompt.ids, has_tools=bool(call.shown_tools), stops=call.stop)

@@ -28,7 +28,7 @@ from burnish.agents.calls import (
     check_supported,
     invalid,
 )
-from burnish.agents.prompts import Prompt, Prompts, Recorded
+from burnish.agents.prompts import CallPrompt, Prompts, RecordedCall
 from burnish.agents.replies import finish_reason_of, make_choice, make_reply, make_start, with_stop
 from burnish.agents.retries import Retries
 from burnish.chat_message import Message
@@ -59,14 +59,14 @@ class TrainingSession:
         self.counts: Counter[str] = Counter()
         """Numbers of events: ``replayed`` replies, ``refused`` calls, ``ignored_<parameter>``."""
         self._arrivals = Arrivals()
-        self._recorded: dict[int, Recorded] = {}
+        self._recorded: dict[int, RecordedCall] = {}
         """Place of a call in the order of arrival -> the call."""
         self._prompts = Prompts(policy, max_tokens=limits.max_tokens)
         self._retries = Retries()
         self._began = time.monotonic()
         self._attempts: defaultdict[Ids, set[int]] = defaultdict(set)
         """Prompt -> attempts that are running or recorded."""
-        self._latest: dict[str, Recorded | None] = {}
+        self._latest: dict[str, RecordedCall | None] = {}
         """Conversation of the engine's cache -> its last call; None while one is running."""
         self._turns_taken = 0
         self._num_requests = 0
@@ -146,7 +146,7 @@ class TrainingSession:
         except TooLongError as error:
             raise self._too_long(str(error)) from error
 
-    def _find(self, reply: ModelReply) -> Recorded:
+    def _find(self, reply: ModelReply) -> RecordedCall:
         return self._recorded[int(reply.reply_id.rpartition("-")[2])]
 
     def _limit(self) -> EpisodeStatus | None:
@@ -202,7 +202,7 @@ class TrainingSession:
             record, tuple(EngineCall(call.prompt.ids, call.completion) for call in recorded), error
         )
 
-    def _turns(self, recorded: list[Recorded], rewards: Mapping[str, float]) -> Iterator[Turn]:
+    def _turns(self, recorded: list[RecordedCall], rewards: Mapping[str, float]) -> Iterator[Turn]:
         now = time.monotonic()
         for number, call in enumerate(recorded):
             follower = recorded[number + 1] if number + 1 < len(recorded) else None
@@ -262,8 +262,8 @@ class TrainingSession:
         ended = completion.finish_reason == "stop"
         return await read(renderer.message_parts, prompt, ids, call.stop, ended=ended)
 
-    async def _sample(self, call: ModelCall, place: Arrival) -> Recorded:
-        prompt: Prompt | None = None
+    async def _sample(self, call: ModelCall, place: Arrival) -> RecordedCall:
+        prompt: CallPrompt | None = None
         try:
             prompt = await self._prompts.find(call)
             reason = f"the conversation has {len(prompt.ids)} tokens"
@@ -282,8 +282,8 @@ class TrainingSession:
         return CallError(message, status=400, kind="context_length_exceeded", param="messages")
 
     async def _sample_in(
-        self, room: int, prompt: Prompt, call: ModelCall, place: Arrival
-    ) -> Recorded:
+        self, room: int, prompt: CallPrompt, call: ModelCall, place: Arrival
+    ) -> RecordedCall:
         """Sample at most ``room`` tokens."""
         policy = replace(self.policy, sampling=with_stop(self.policy.sampling, call.stop))
         with self._attempt(prompt.ids) as attempt, self._conversation(prompt.parent) as name:
@@ -300,7 +300,7 @@ class TrainingSession:
             completion = await policy.respond(request)
             parsed, text = await self._parse(call, prompt.ids, completion)
             parts = await self._parts(call, prompt.ids, completion)
-        return Recorded(
+        return RecordedCall(
             number=place.number,
             tools=call.shown_tools,
             prompt=prompt,
@@ -396,7 +396,7 @@ class TrainingSession:
             raise
 
     @contextmanager
-    def _conversation(self, parent: Recorded | None) -> Iterator[str]:
+    def _conversation(self, parent: RecordedCall | None) -> Iterator[str]:
         """Yield the name of the engine's cache for a call: that of the call it continues, if no
         other call uses it."""
         name = f"{self.task.episode_id}/c{len(self._latest)}"

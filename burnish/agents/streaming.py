@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from burnish.agents.calls import Delta, Progress, ReplyStart
 
 
-class Reader(Protocol):
+class TokenReader(Protocol):
     """Reader of the tokens of a response (``episodes/streaming.py``)."""
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -48,10 +48,10 @@ class TokenQueue:
         return tokens
 
 
-class Responses:
+class ResponseStreams:
     """The responses of one call, while they are sampled."""
 
-    def __init__(self, readers: Sequence[Reader]) -> None:
+    def __init__(self, readers: Sequence[TokenReader]) -> None:
         """``readers``: one for each response."""
         self._changed = asyncio.Event()
         self._all = [(TokenQueue(self._changed), reader) for reader in readers]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from burnish.config.algorithm import AlgorithmConfig, GspoLoss
 from burnish.config.cluster import ClusterConfig
-from burnish.config.roles import Role, RolloutRole, placed, sharing
+from burnish.config.roles import Role, RolloutRole, colocated, with_workers
 from burnish.config.rollout import EvalConfig, RolloutConfig
 from burnish.config.sync import DiskSync, SyncConfig
 
@@ -260,5 +260,5 @@ def asynchronous_advice(
 
 def shares_with_policy(cluster: ClusterConfig, roles: Sequence[Role]) -> bool:
     """Return whether rollout workers are in the places of policy ranks."""
-    together = sharing(cluster, [role.name for role in placed(cluster, roles)])
+    together = colocated(cluster, [role.name for role in with_workers(cluster, roles)])
     return cluster.runtime == "ray" and {"policy", "rollout"} <= set(together)

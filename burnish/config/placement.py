@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from burnish.config.cluster import ClusterConfig
 from burnish.config.job import JobConfig
-from burnish.config.roles import RolloutRole, placed, role_of, sharing
+from burnish.config.roles import RolloutRole, colocated, role_of, with_workers
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PlacementGroupSpec:
 
 def placement_groups(config: JobConfig) -> list[PlacementGroupSpec]:
     """Return every placement group of the job on a cluster."""
-    roles = placed(config.cluster, config.roles())
+    roles = with_workers(config.cluster, config.roles())
     if config.cluster.runtime == "spmd":
         names = tuple(role.name for role in roles)
         cluster = config.cluster
@@ -68,7 +68,7 @@ def placement_groups_for(
     """Return the placement groups of ``roles``. A rollout engine with ``tensor_parallel_size`` t is
     one worker: alone in its place, which has t times the CPUs and GPUs of the others, or on t
     consecutive places of other roles."""
-    together = sharing(cluster, roles)
+    together = colocated(cluster, roles)
     sets = [together] if together else []
     sets += [[r] for r in roles if r not in together]
     groups = []

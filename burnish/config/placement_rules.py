@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from burnish.config.cluster import ClusterConfig, ClusterRole
-from burnish.config.roles import Role, RolloutRole, TrainRole, placed, sharing
+from burnish.config.roles import Role, RolloutRole, TrainRole, colocated, with_workers
 
 
 def placement_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str]:
     """Yield an error, prefixed with its key, for each problem in the placement of a job's
     groups."""
-    names = sharing(cluster, [role.name for role in placed(cluster, roles)])
+    names = colocated(cluster, [role.name for role in with_workers(cluster, roles)])
     together = [role for role in roles if role.name in names]
     rollout = next((role for role in roles if isinstance(role, RolloutRole)), None)
     if rollout is not None and rollout.on_servers:
@@ -68,7 +68,7 @@ def _server_rules(
         )
     if cluster.runtime != "ray":
         return
-    if not placed(cluster, roles):
+    if not with_workers(cluster, roles):
         yield (
             f"{rollout.key}: kind={kind} with cluster.runtime=ray: the servers sample, and this "
             "job has no other model, so Ray would start no worker; use cluster.runtime=inline"
@@ -148,7 +148,7 @@ def offload_rules(cluster: ClusterConfig, roles: Sequence[Role]) -> Iterator[str
     phases."""
     if not cluster.offload_between_phases:
         return
-    placements = placed(cluster, roles)
+    placements = with_workers(cluster, roles)
     shared = [role for role in placements if role.kind in cluster.shared_roles]
     phases = {PHASE_OF[role.kind] for role in shared}
     for kind in cluster.offload_between_phases:

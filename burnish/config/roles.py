@@ -447,7 +447,7 @@ def role_of(name: str) -> ClusterRole:
     return cast(ClusterRole, name.partition(" ")[0])
 
 
-def placed(cluster: ClusterConfig, roles: Sequence[Role]) -> list[Role]:
+def with_workers(cluster: ClusterConfig, roles: Sequence[Role]) -> list[Role]:
     """Return the roles that have places. On Ray, a rollout engine on servers has none, because only
     the controller uses it."""
     if cluster.runtime != "ray":
@@ -455,6 +455,6 @@ def placed(cluster: ClusterConfig, roles: Sequence[Role]) -> list[Role]:
     return [r for r in roles if not (isinstance(r, RolloutRole) and r.on_servers)]
 
 
-def sharing(cluster: ClusterConfig, roles: Sequence[str]) -> list[str]:
+def colocated(cluster: ClusterConfig, roles: Sequence[str]) -> list[str]:
     """Return the groups that share their places."""
     return [name for name in roles if role_of(name) in COLOCATED[cluster.layout]]

@@ -17,7 +17,7 @@ from burnish.chat_message import Message, canonical, without_flags, wrapped_tool
 from burnish.compact import IntRuns
 from burnish.data.base import Row
 from burnish.data.messages import as_messages, as_tools, parsed, trained_flags
-from burnish.data.rows import OTHER_TEXT, PLAIN_TEXT, TokenRow, note_other_tokens, token_row
+from burnish.data.rows import OTHER_TEXT, PLAIN_TEXT, EncodedRow, note_other_tokens, token_row
 from burnish.json_text import json_types
 from burnish.transcript import Episode, EpisodeStatus, FinishReason, Turn
 from burnish.vocabulary import num_tokens
@@ -117,7 +117,7 @@ def sampled_row(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     trained: Collection[int],
-) -> TokenRow | None:
+) -> EncodedRow | None:
     """Return the exact tokens of a conversation, trained where the policy sampled the messages with
     the indices ``trained``.
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data.chat import check_tokenizer
 from burnish.data.config import DataConfig
 from burnish.data.rows import (
+    EncodedRow,
     Exchange,
-    TokenRow,
     content_column,
     encode_exchange,
     exchange,
@@ -90,7 +90,7 @@ class HasRow(Protocol):
     """An example of one response."""
 
     @property
-    def row(self) -> TokenRow: ...
+    def row(self) -> EncodedRow: ...
 
 
 class ResponseRows:
@@ -123,7 +123,7 @@ class ResponseRows:
             for field, column in self._columns.items()
         ]
 
-    def encode(self, response: Exchange, ref: RowRef, *, as_chat: bool = False) -> TokenRow:
+    def encode(self, response: Exchange, ref: RowRef, *, as_chat: bool = False) -> EncodedRow:
         """Return prompt and response as tokens, to the last trained one. ``as_chat``: as for
         :func:`burnish.data.rows.encode_exchange`."""
         stripped = self._repeated.strip(ref.source, response)
@@ -132,7 +132,7 @@ class ResponseRows:
         )
 
 
-def to_last_trained(row: TokenRow) -> TokenRow:
+def to_last_trained(row: EncodedRow) -> EncodedRow:
     """Remove the tokens after the last trained token, which is the end token.
 
     Chat templates often add a newline after it. No sampled response contains that newline, and a

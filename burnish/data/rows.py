@@ -40,7 +40,7 @@ are the text of the tokens."""
 
 
 @dataclass(frozen=True)
-class TokenRow:
+class EncodedRow:
     """Token ids [T] and the training mask [T]. Created by :func:`token_row`."""
 
     ids: Sequence[int]
@@ -54,31 +54,31 @@ class TokenRow:
         """Number of tokens before the first trained token."""
         return list(self.mask).index(True)
 
-    def without_left(self, count: int) -> TokenRow | None:
+    def without_left(self, count: int) -> EncodedRow | None:
         """Return the row without its first ``count`` tokens, or None if no trained token is left.
 
         With ``answers``, an answer at the beginning of the new row is not trained on, because its
         start or its prompt was removed. Without ``answers`` a row may begin anywhere."""
         mask = _trainable(self.mask[count:])
         if self.answers is None:
-            return TokenRow(self.ids[count:], mask) if any(mask) else None
+            return EncodedRow(self.ids[count:], mask) if any(mask) else None
         answers = list(self.answers[count:])
         lost = answers.index(False) if False in answers else len(answers)
         answers[:lost] = [False] * lost
         mask[:lost] = [False] * lost
         if not any(answers):
             return None
-        return TokenRow(self.ids[count:], mask, answers)
+        return EncodedRow(self.ids[count:], mask, answers)
 
-    def without_right(self, length: int) -> TokenRow | None:
+    def without_right(self, length: int) -> EncodedRow | None:
         """Return the first ``length`` tokens of the row, or None if no trained token is left. The
         last answer may lose its end, and with it its end token."""
         mask = list(self.mask[:length])
         answers = None if self.answers is None else list(self.answers[:length])
-        return TokenRow(self.ids[:length], mask, answers) if any(mask) else None
+        return EncodedRow(self.ids[:length], mask, answers) if any(mask) else None
 
 
-def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
+def token_row(ids: Sequence[int], mask: Sequence[bool]) -> EncodedRow:
     """Return a TokenRow whose first token is not trained on, because no token predicts it.
 
     Raises DataError if nothing to train on is left.
@@ -88,7 +88,7 @@ def token_row(ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
         raise DataError(
             f"the row has nothing to train on ({len(ids)} tokens); drop it from the data"
         )
-    return TokenRow(list(ids), trainable)
+    return EncodedRow(list(ids), trainable)
 
 
 def column(row: Row, key: str, field: str) -> Any:
@@ -283,7 +283,7 @@ def is_cut(row: Row, key: str) -> bool:
     return values.get(f"{key}_finish_reason", values.get("finish_reason")) in CUT_REASONS
 
 
-def _without_end(tokenizer: PreTrainedTokenizerBase, row: TokenRow) -> TokenRow:
+def _without_end(tokenizer: PreTrainedTokenizerBase, row: EncodedRow) -> EncodedRow:
     """Return the tokens of a response that was cut: without the end token and what follows it, so
     that a model does not learn to stop in mid-sentence."""
     end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else 0
@@ -300,7 +300,7 @@ def encode_exchange(
     *,
     as_chat: bool = False,
     only_last: bool = False,
-) -> TokenRow:
+) -> EncodedRow:
     """Encode a prompt and a response, with the response as the trained part.
 
     Strings are concatenated and followed by the end token. Both are rendered by the chat template
@@ -397,7 +397,7 @@ def _sampled(
     config: DataConfig,
     *,
     as_chat: bool,
-) -> TokenRow | None:
+) -> EncodedRow | None:
     """Return the prompt's ids followed by the sampled ids.
 
     Return None if there are no sampled ids, or if they do not decode to ``given.response`` (ids of

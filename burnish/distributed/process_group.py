@@ -268,7 +268,7 @@ def _check_same_names(by_rank: Sequence[Stats]) -> None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class CollectiveTimeouts:
     """Timeouts of one rank in one collective, in seconds: a shorter one for passes."""
 
     call_s: float
@@ -294,7 +294,7 @@ def limit_collectives(seconds: float, groups: Iterable[Any]) -> None:
 
 
 @contextmanager
-def limited(limits: Limits | None, groups: Sequence[Any]) -> Iterator[None]:
+def limited(limits: CollectiveTimeouts | None, groups: Sequence[Any]) -> Iterator[None]:
     """Set the timeout of ``groups`` to ``pass_s`` inside the context, and to ``call_s`` afterward.
     None: no change.
 

@@ -13,7 +13,7 @@ from burnish.config.model import ModelConfig
 from burnish.doctor.calibrate import calibrate, remember
 from burnish.doctor.facts import EXTRAS, Facts, gather_facts, requirements
 from burnish.doctor.known import Finding, findings
-from burnish.doctor.selftest import Outcome, names, run
+from burnish.doctor.selftest import SelfTestOutcome, names, run
 from burnish.messages import library_text
 from burnish.models.load import ModelError, num_positions
 from burnish.plan.hardware import USER_FILE, load_tables
@@ -31,7 +31,7 @@ class Diagnosis:
     """Version of Burnish."""
     facts: Facts
     findings: tuple[Finding, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SelfTestOutcome, ...]
 
     @property
     def exit_code(self) -> int:

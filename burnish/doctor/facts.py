@@ -65,7 +65,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class CudaDevice:
     """A CUDA device."""
 
     name: str
@@ -91,7 +91,7 @@ class Facts:
     """Free bytes on the disk of the working directory."""
     open_files: int
     """Limit on open files of this process."""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[CudaDevice, ...] = ()
     cuda_build: str | None = None
     """CUDA version that torch was built for. None: a CPU build."""
     nccl: str | None = None
@@ -132,7 +132,7 @@ def gather_facts() -> Facts:
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
         disk_bytes=shutil.disk_usage(Path.cwd()).free,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties),
+        gpus=tuple(CudaDevice(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties),
         cuda_build=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         driver_present=shutil.which("nvidia-smi") is not None or DRIVER_FILE.is_file(),

@@ -41,7 +41,7 @@ NEEDS = {"deepspeed": "deepspeed", "ray": "ray", "vllm": "vllm"}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SelfTestOutcome:
     """Outcome of one self-test."""
 
     name: str
@@ -61,7 +61,7 @@ def names(facts: Facts) -> list[str]:
     return tests
 
 
-def run(name: str) -> Outcome:
+def run(name: str) -> SelfTestOutcome:
     """Run one self-test in a new process, with a timeout of :data:`TIMEOUT_S`."""
     started = time.monotonic()
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
@@ -73,10 +73,10 @@ def run(name: str) -> Outcome:
                 timeout=TIMEOUT_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return Outcome(name, False, TIMEOUT_S, f"timed out after {TIMEOUT_S:g} s")
+            return SelfTestOutcome(name, False, TIMEOUT_S, f"timed out after {TIMEOUT_S:g} s")
     passed = done.returncode == 0
     text = done.stdout.strip().rpartition("\n")[2] if passed else _exception_text(done.stderr)
-    return Outcome(name, passed, time.monotonic() - started, text or "no output")
+    return SelfTestOutcome(name, passed, time.monotonic() - started, text or "no output")
 
 
 def _exception_text(stderr: str) -> str:

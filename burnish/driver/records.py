@@ -47,7 +47,7 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRollout:
     """The rollout of one step, with the counts of the prompt stream after it."""
 
     rollout: Rollout
@@ -70,14 +70,16 @@ class Recorder:
             log_groups(self.run_dir, step, rollout)
         if self._facts is not None:
             with self.timeline.span("record"):
-                recorded = Recorded(rollout, self.source.counts)
+                recorded = RecordedRollout(rollout, self.source.counts)
                 write_rollout(self.run_dir, step, recorded, self._facts)
 
 
 # ---- rollouts ------------------------------------------------------------------------------------
 
 
-def write_rollout(run_dir: Path, step: int, recorded: Recorded, facts: Mapping[str, Any]) -> Path:
+def write_rollout(
+    run_dir: Path, step: int, recorded: RecordedRollout, facts: Mapping[str, Any]
+) -> Path:
     """Write the rollout of a step to ``rollouts/step_000012/``, atomically, and return the folder.
 
     ``facts``: JSON values for its manifest (:func:`facts_of`). Raises CheckpointError if a file
@@ -100,7 +102,7 @@ def write_rollout(run_dir: Path, step: int, recorded: Recorded, facts: Mapping[s
     return final
 
 
-def read_rollout(run_dir: Path, step: int, *, vocab_size: int | None = None) -> Recorded:
+def read_rollout(run_dir: Path, step: int, *, vocab_size: int | None = None) -> RecordedRollout:
     """Return what :func:`write_rollout` wrote. Raises CheckpointError if it is missing, corrupted,
     without any token to train, or has token ids not below ``vocab_size`` (None: unknown)."""
     folder = run_dir / ROLLOUTS_DIR / f"step_{step:06d}"
@@ -141,7 +143,7 @@ def sizes_of(config: RLConfig) -> dict[str, int]:
     return dict(zip(SIZES, (rollout.rollout_batch_size, rollout.n_samples_per_prompt), strict=True))
 
 
-def _to_plain(recorded: Recorded) -> dict[str, Any]:
+def _to_plain(recorded: RecordedRollout) -> dict[str, Any]:
     """Return a rollout as a mapping for ``save_state``. A prompt's label is stored as text, and its
     other columns and messages are left out: only rewards and environments read them."""
     rollout, stats = recorded.rollout, recorded.rollout.stats.plain()
@@ -167,7 +169,7 @@ def _to_plain(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def _from_plain(plain: Mapping[str, Any], vocab_size: int | None) -> Recorded:
+def _from_plain(plain: Mapping[str, Any], vocab_size: int | None) -> RecordedRollout:
     samples = iter(samples_from_plain(plain["samples"], vocab_size=vocab_size))
     if not plain["samples"]["action_mask"].any():
         raise ValueError("no token of any row is an action token, so there is nothing to train")
@@ -187,7 +189,7 @@ def _from_plain(plain: Mapping[str, Any], vocab_size: int | None) -> Recorded:
     stats = Stats(means, _of(float | int, plain["maxima"]), _of(float | int, plain["sums"]))
     ages = None if plain["ages"] is None else _of(int, plain["ages"])
     rollout = Rollout(tuple(groups), stats, ages=ages, lost=_of(str, plain["lost"]))
-    return Recorded(rollout, _of(int, plain["counts"]))
+    return RecordedRollout(rollout, _of(int, plain["counts"]))
 
 
 def _of(kind: Any, mapping: Any) -> Any:

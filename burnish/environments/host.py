@@ -15,7 +15,7 @@ from burnish.errors import BurnishError
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """Result of a call, or its error."""
 
     value: str = "null"
@@ -41,23 +41,23 @@ class WorkerHost:
         assert self._process is not None, "start() comes first"
         return self._process
 
-    async def start(self, python: str | None) -> Outcome:
+    async def start(self, python: str | None) -> CallOutcome:
         """Start the process with the interpreter ``python``."""
         try:
             self._process = await start_process(python)
         except OSError as error:
-            return Outcome(error=error)
-        return Outcome()
+            return CallOutcome(error=error)
+        return CallOutcome()
 
-    async def call(self, timeout_s: float, request: str) -> Outcome:
+    async def call(self, timeout_s: float, request: str) -> CallOutcome:
         """Return the outcome of a call of the worker. ``request``: its arguments as JSON text."""
         try:
             arguments = json.loads(request)
-            return Outcome(json.dumps(await self.process.call(timeout_s, **arguments)))
+            return CallOutcome(json.dumps(await self.process.call(timeout_s, **arguments)))
         except RecursionError:
-            return Outcome(error=ValueError(TOO_DEEP))
+            return CallOutcome(error=ValueError(TOO_DEEP))
         except (BurnishError, TimeoutError, TypeError, ValueError) as error:
-            return Outcome(error=error)
+            return CallOutcome(error=error)
 
     async def exited(self) -> None:
         """Wait for the end of the process."""

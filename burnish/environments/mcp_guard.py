@@ -30,7 +30,7 @@ GRACE_S = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Guard:
+class GuardedServer:
     """A server and the threads that copy its pipes."""
 
     def __init__(self, limit: int, command: list[str]) -> None:
@@ -131,7 +131,7 @@ def main() -> None:
     """Run the command of the arguments."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        guard = Guard(int(sys.argv[1]), sys.argv[2:])
+        guard = GuardedServer(int(sys.argv[1]), sys.argv[2:])
     except OSError as error:
         log(f"{sys.argv[2]} cannot be started: {error.strerror}".encode())
         os._exit(127)

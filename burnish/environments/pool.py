@@ -21,10 +21,10 @@ from burnish.environments.base import EnvironmentSetupError, EpisodeInfraError
 from burnish.environments.multi_turn import Start, Step
 from burnish.environments.process import start_process
 from burnish.environments.worker_set import (
+    EnvironmentWorker,
     NoWorkerError,
     ReplyError,
     Session,
-    Worker,
     WorkerEndedError,
     WorkerSet,
 )
@@ -82,7 +82,7 @@ def absolute_argument(argument: str) -> str:
     return os.path.abspath(argument) if is_path and os.path.isfile(argument) else argument
 
 
-StartWorker = Callable[[str | None], Awaitable[Worker]]
+StartWorker = Callable[[str | None], Awaitable[EnvironmentWorker]]
 """Starts a worker under an interpreter (None: this one)."""
 
 
@@ -126,7 +126,7 @@ class EnvironmentPool:
         await self.workers.close()
 
 
-async def loaded_worker(spec: EnvironmentSpec, start_worker: StartWorker) -> Worker:
+async def loaded_worker(spec: EnvironmentSpec, start_worker: StartWorker) -> EnvironmentWorker:
     """Return a worker that has imported the user's code. Raises EnvironmentSetupError."""
     worker = None
     label = f"{spec.role} {spec.spec}"

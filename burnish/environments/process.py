@@ -72,7 +72,7 @@ def as_json(request: Mapping[str, Any]) -> str:
 
 
 class WorkerProcess:
-    """A worker process. Implements :class:`~burnish.environments.worker_set.Worker`."""
+    """A worker process. Implements :class:`~burnish.environments.worker_set.EnvironmentWorker`."""
 
     def __init__(
         self, transport: asyncio.SubprocessTransport, protocol: ProcessPipes, *, mark: str

@@ -66,7 +66,7 @@ MAX_DEPTH = 200
 """Maximum nesting of a result. The parent could not parse a much deeper one."""
 
 
-class Episode:
+class OpenEpisode:
     """One environment object and the thread in which its sync methods run."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -142,14 +142,14 @@ class Endpoint:
         return f"Endpoint({self.root_url!r}, model={self.model!r})"  # without the key
 
 
-class Worker:
+class CallHandler:
     """Handler of requests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.make: Callable[[], Any] = lambda: None
         self.agent: Callable[..., Any] = lambda task, endpoint: None
-        self.episodes: dict[str, Episode] = {}
+        self.episodes: dict[str, OpenEpisode] = {}
 
     async def handle(self, request: dict[str, Any]) -> Any:
         """Return the reply's content. Raises whatever user code raises."""
@@ -162,7 +162,7 @@ class Worker:
         if op == "run":
             return await self.run(name, request["task"], Endpoint(**request["endpoint"]))
         if op == "open":
-            episode = self.episodes[name] = Episode(self.loop)
+            episode = self.episodes[name] = OpenEpisode(self.loop)
             episode.environment = await episode.call(self.make)
             start = await episode.call(episode.environment.reset, request["task"], request["seed"])
             return as_mapping(start, "reset", ("messages", "tools"))
@@ -227,7 +227,7 @@ class Worker:
         return {"python": sys.version.split()[0]}
 
     async def run(self, name: str, task: dict[str, Any], endpoint: Endpoint) -> Any:
-        episode = self.episodes[name] = Episode(self.loop)
+        episode = self.episodes[name] = OpenEpisode(self.loop)
         try:
             return await episode.call(self.agent, task, endpoint)
         finally:
@@ -296,7 +296,7 @@ def load_object(spec: str) -> Any:
 async def serve(requests: Any, out: Any) -> None:
     """Answer requests until they end."""
     loop = asyncio.get_running_loop()
-    worker = Worker(loop)
+    worker = CallHandler(loop)
     running = set()
 
     episodes = EpisodeOfTask(loop)

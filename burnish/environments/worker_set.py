@@ -54,7 +54,7 @@ class NoWorkerError(BurnishError, RuntimeError):
     """No worker is left and none can be started now. Another attempt may succeed."""
 
 
-class Worker(Protocol):
+class EnvironmentWorker(Protocol):
     """A process that executes calls of user code, several at once."""
 
     @property
@@ -79,7 +79,7 @@ class Worker(Protocol):
 class Slot:
     """A worker of a set, with its load."""
 
-    worker: Worker
+    worker: EnvironmentWorker
     sessions: int = 0
     retired: bool = False
     """True if user code may be running in the worker although nothing waits for it."""
@@ -102,7 +102,7 @@ class Session:
         return self.slot.retired
 
     async def call(self, timeout_s: float, **request: Any) -> Any:
-        """Return the content of the reply to ``request``. Raises as :meth:`Worker.call`.
+        """Return the content of the reply to ``request``. Raises as :meth:`EnvironmentWorker.call`.
 
         If the limit is exceeded because another session blocks the worker, raises WorkerEndedError
         instead of TimeoutError.
@@ -151,7 +151,7 @@ class Session:
 class WorkerSet:
     """``size`` workers that ``start`` creates. ``start`` raises a BurnishError if it cannot."""
 
-    def __init__(self, start: Callable[[], Awaitable[Worker]], size: int) -> None:
+    def __init__(self, start: Callable[[], Awaitable[EnvironmentWorker]], size: int) -> None:
         self._start, self.size = start, size
         self._slots: list[Slot] = []
         self._lock = asyncio.Lock()

@@ -22,7 +22,7 @@ from burnish.environments.multi_turn import Step
 from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenEpisode
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.template import RendererError
-from burnish.rollout.asynchronous.evaluation_lane import TakesRequests
+from burnish.rollout.asynchronous.evaluation_lane import RequestSink
 from burnish.rollout.base import Completion, Request, Sampling
 from burnish.transcript import Episode, EpisodeStatus, Turn
 from burnish.types import Ids
@@ -81,7 +81,7 @@ class Task:
     """The prompt as text, rendered by the chat template if it has messages."""
 
 
-async def sample(service: TakesRequests, request: Request, sampling: Sampling) -> Completion:
+async def sample(service: RequestSink, request: Request, sampling: Sampling) -> Completion:
     """Sample one response. Cancelling the wait cancels the request."""
     future = asyncio.wrap_future(service.submit(request, sampling))
     try:
@@ -95,7 +95,7 @@ async def sample(service: TakesRequests, request: Request, sampling: Sampling) -
 class Policy:
     """The sampled policy: engine, chat format and sampling parameters."""
 
-    service: TakesRequests
+    service: RequestSink
     renderer: ChatRenderer
     sampling: Sampling
     rendering: Executor

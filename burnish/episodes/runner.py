@@ -20,10 +20,10 @@ from burnish.errors import BurnishError
 from burnish.json_text import json_types
 from burnish.loop_thread import LoopThread
 from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
-from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine, TakesRequests
+from burnish.rollout.asynchronous.evaluation_lane import RequestSink, Sampler, ServiceEngine
 from burnish.rollout.asynchronous.service import RolloutService
-from burnish.rollout.base import RolloutEngine, Sampling
-from burnish.rollout.runner import Drawn, GroupFilter, Runner, prompt_seed
+from burnish.rollout.base import Sampling
+from burnish.rollout.runner import GroupFilter, Runner, SampledGroup, prompt_seed
 from burnish.transcript import CUT, Episode, EpisodeStatus
 from burnish.types import Group, Prompt, Sample, Stats
 
@@ -53,7 +53,7 @@ class EpisodePool:
         self.config, self.program = config, program
         self.renderer, self.loop = renderer, loop
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="renderer")
-        self._concurrency: WeakKeyDictionary[TakesRequests, asyncio.Semaphore] = WeakKeyDictionary()
+        self._concurrency: WeakKeyDictionary[RequestSink, asyncio.Semaphore] = WeakKeyDictionary()
         self.limits = EpisodeLimits(
             max_turns=config.max_turns,
             max_tokens=config.max_tokens,
@@ -62,7 +62,7 @@ class EpisodePool:
         )
 
     def run(
-        self, engine: RolloutEngine, sampling: Sampling, tasks: Sequence[Task]
+        self, engine: Sampler, sampling: Sampling, tasks: Sequence[Task]
     ) -> list[EpisodeResult]:
         """Run episodes that share ``engine``, and return them in the order of ``tasks``."""
         if isinstance(engine, ServiceEngine):
@@ -73,7 +73,7 @@ class EpisodePool:
             return results
 
     async def run_on(
-        self, service: TakesRequests, sampling: Sampling, tasks: Sequence[Task]
+        self, service: RequestSink, sampling: Sampling, tasks: Sequence[Task]
     ) -> list[EpisodeResult]:
         """Run episodes in the pool's event loop. Calls may overlap; each runs at most
         ``max_concurrent`` episodes at once for every service."""
@@ -123,7 +123,7 @@ class EpisodeRunner(Runner):
 
     def __init__(  # house: ok the parameters of a Runner, and the pool of episodes
         self,
-        engine: RolloutEngine,
+        engine: Sampler,
         rewards: RewardSet,
         sampling: Sampling,
         pool: EpisodePool,
@@ -148,7 +148,7 @@ class EpisodeRunner(Runner):
         finally:
             self.pool.close()
 
-    def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Drawn]:
+    def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[SampledGroup]:
         """Run the episodes of all prompts."""
         tasks = [task for prompt in prompts for task in self._tasks(prompt)]
         results = self.pool.run(self.engine, self.sampling, tasks)
@@ -159,19 +159,19 @@ class EpisodeRunner(Runner):
             for prompt, group in zip(prompts, groups, strict=True)
         ]
 
-    async def draw(self, prompt: Prompt, service: RolloutService) -> Drawn:
+    async def draw(self, prompt: Prompt, service: RolloutService) -> SampledGroup:
         """Run the episodes of one prompt, in the pool's event loop."""
         tasks = self._tasks(prompt)
         return self._group_of(prompt, await self.pool.run_on(service, self.sampling, tasks))
 
-    def check(self, drawn: Sequence[Drawn]) -> None:
+    def check(self, sampled: Sequence[SampledGroup]) -> None:
         """Raise EpisodesFailedError if more than ``max_failed_frac`` of the episodes failed. The
         share is that of a step: a refill of one prompt may lose all of its own."""
-        statuses: Counter[str] = Counter(r.status for group in drawn for r in group.episodes)
+        statuses: Counter[str] = Counter(r.status for group in sampled for r in group.episodes)
         failed = Counter({status: statuses[status] for status in FAILED if statuses[status]})
         if not failed:
             return
-        first = next((group.error for group in drawn if group.error is not None), None)
+        first = next((group.error for group in sampled if group.error is not None), None)
         count = f"{failed.total()} of {statuses.total()} episodes failed"
         failures = f"{count} ({_listed(failed)}). The first: {first}"
         frac = self.pool.config.max_failed_frac
@@ -182,16 +182,18 @@ class EpisodeRunner(Runner):
             ) from first
         log.warning("%s", failures)
 
-    def stats(self, drawn: Sequence[Drawn]) -> Stats:
+    def stats(self, sampled: Sequence[SampledGroup]) -> Stats:
         """Return statistics of all episodes, and ``episodes/groups_dropped``."""
-        records = [record for group in drawn for record in group.episodes]
-        dropped = sum(group.group is None for group in drawn)
+        records = [record for group in sampled for record in group.episodes]
+        dropped = sum(group.group is None for group in sampled)
         return episode_stats(records) + Stats(sums={"episodes/groups_dropped": dropped})
 
-    def none_drawn(self, drawn: Sequence[Drawn], *, least: int = 2) -> NoGroupLeftError:
+    def no_group_error(
+        self, sampled: Sequence[SampledGroup], *, least: int = 2
+    ) -> NoGroupLeftError:
         """Return the error for prompts whose groups all lost their members."""
-        reason = no_group_reason(drawn, self.num_samples, least=least)
-        return NoGroupLeftError(reason, self.stats(drawn))
+        reason = no_group_reason(sampled, self.num_samples, least=least)
+        return NoGroupLeftError(reason, self.stats(sampled))
 
     def _tasks(self, prompt: Prompt) -> list[Task]:
         content: Any = prompt.text if prompt.messages is None else list(prompt.messages)
@@ -212,7 +214,7 @@ class EpisodeRunner(Runner):
 
     def _group_of(
         self, prompt: Prompt, results: Sequence[EpisodeResult], *, least: int = 2
-    ) -> Drawn:
+    ) -> SampledGroup:
         """Return the group of a prompt's episodes; without it if too few have a result."""
         members = [
             episode_sample(prompt, f"{prompt.id}/{k}", result)
@@ -220,7 +222,7 @@ class EpisodeRunner(Runner):
             if result.record.status not in FAILED and result.calls
         ]
         enough = len(members) >= min(self.num_samples, least)
-        return Drawn(
+        return SampledGroup(
             prompt,
             Group(0, prompt, tuple(members)) if enough else None,
             tuple(result.record for result in results),
@@ -228,15 +230,15 @@ class EpisodeRunner(Runner):
         )
 
 
-def no_group_reason(drawn: Sequence[Drawn], num_samples: int, *, least: int) -> str:
+def no_group_reason(sampled: Sequence[SampledGroup], num_samples: int, *, least: int) -> str:
     """Return the reason why no prompt has a group left, and what to change."""
-    records = [record for group in drawn for record in group.episodes]
+    records = [record for group in sampled for record in group.episodes]
     lost = [record for record in records if record.status in FAILED or not record.turns]
     ends: Counter[str] = Counter(record.status for record in lost)
-    first = next((group.error for group in drawn if group.error is not None), None)
+    first = next((group.error for group in sampled if group.error is not None), None)
     first_failure = "" if first is None else f"\nThe first failure: {first}"
     return (
-        f"none of {len(drawn)} groups has {min(num_samples, least)} of its "
+        f"none of {len(sampled)} groups has {min(num_samples, least)} of its "
         f"{num_samples} episodes left: {len(lost)} of {len(records)} episodes have no result "
         f"({_listed(ends)}); {_advice(ends)}{first_failure}"
     )

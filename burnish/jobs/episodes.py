@@ -40,7 +40,8 @@ from burnish.loop_thread import LoopThread
 from burnish.models.load import ModelError, describe, num_positions
 from burnish.observe.timeline import Timeline, timed
 from burnish.rewards.reward_set import RewardSet
-from burnish.rollout.base import RolloutEngine, Sampling
+from burnish.rollout.asynchronous.evaluation_lane import Sampler
+from burnish.rollout.base import Sampling
 from burnish.rollout.runner import GroupFilter, Runner
 from burnish.runtime.base import Runtime
 
@@ -185,7 +186,7 @@ class RunnerOptions:
 
 
 def make_runner(
-    engine: RolloutEngine,
+    engine: Sampler,
     rewards: RewardSet,
     sampling: Sampling,
     episode_pool: EpisodePool | None,

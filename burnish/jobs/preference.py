@@ -91,7 +91,7 @@ def _pair_objective(terms: Terms, options: PairOptions) -> Loss:
             policy = _sums(outputs.logprobs, batch, options.ld_alpha)[0]
         if batch.ref_logprobs is not None:
             reference = _sums(batch.ref_logprobs, batch, options.ld_alpha)[0]
-        sides = Sides(policy, reference, counts, batch.pair_terms)
+        sides = PairLogprobs(policy, reference, counts, batch.pair_terms)
         losses = torch.stack([weight * loss(sides) for loss, weight in losses_of]).sum(0)
         pair_weights = Stats()
         if options.weight_pairs:
@@ -110,7 +110,7 @@ def _pair_objective(terms: Terms, options: PairOptions) -> Loss:
     return objective
 
 
-class Sides(NamedTuple):
+class PairLogprobs(NamedTuple):
     """Log-probs of the responses of pairs, [N] each; row 2i chosen, 2i + 1 rejected."""
 
     policy: Tensor
@@ -121,12 +121,14 @@ class Sides(NamedTuple):
     """Log-ratios of the same rank (AOT)."""
 
 
-def _pair_loss(config: PreferenceLossConfig, options: PairOptions) -> Callable[[Sides], Tensor]:
+def _pair_loss(
+    config: PreferenceLossConfig, options: PairOptions
+) -> Callable[[PairLogprobs], Tensor]:
     """Return the function that computes one loss of every pair, [N / 2]."""
     keywords = config.model_dump(exclude={"kind", "mean_logprobs"})
     function = partial(PREFERENCE_LOSSES[config.kind], **keywords)
 
-    def loss(sides: Sides) -> Tensor:
+    def loss(sides: PairLogprobs) -> Tensor:
         policy, reference, counts, matched = sides
         if config.by_mean:
             policy, reference = policy / counts, reference / counts
@@ -325,7 +327,7 @@ def build_preference(config: PreferenceConfig, runtime: Runtime, run_dir: Path) 
         prepare=prepare_within(data),
         moving=moving_reference(config.reference, policy, reference, runtime.loop_ranks),
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
-        look=label_signal if kto else pair_signal,
+        signal_of=label_signal if kto else pair_signal,
     )
 
 

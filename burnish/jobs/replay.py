@@ -23,7 +23,7 @@ from burnish.driver.errors import RunError
 from burnish.driver.records import (
     ROLLOUTS_DIR,
     SIZES,
-    Recorded,
+    RecordedRollout,
     read_rollout,
     rollout_folders,
     sizes_of,
@@ -57,7 +57,7 @@ class Recording:
     vocab_size: int | None
     """Number of token ids of the model; None: unknown."""
 
-    def rollout(self, step: int) -> Recorded:
+    def rollout(self, step: int) -> RecordedRollout:
         """Return the rollout of a step, after verifying its checksums. Raises RunError."""
         try:
             return read_rollout(self.run_dir, step, vocab_size=self.vocab_size)

@@ -22,7 +22,7 @@ from burnish.observe.timeline import timed
 from burnish.preflight.limits import held_out_sets, limited
 from burnish.preflight.usable import usable_rows
 from burnish.runtime.base import Runtime
-from burnish.steps.no_signal import Finding, NoSignalMonitor, pair_signal
+from burnish.steps.no_signal import NoSignalMonitor, StepSignal, pair_signal
 from burnish.steps.objectives import (
     pair_scores,
     process_objective,
@@ -51,7 +51,7 @@ class RewardModelKind:
     """Recipe -> a function that measures held-out rows."""
     metadata: Callable[[RewardModelConfig], dict[str, Any] | None] = lambda config: None
     """Recipe -> entries that exports add to their config."""
-    look: Callable[[Batch], Finding] | None = None
+    signal_of: Callable[[Batch], StepSignal] | None = None
     """Detects batches without learning signal."""
 
 
@@ -78,7 +78,7 @@ def build_reward_model(config: RewardModelConfig, runtime: Runtime, run_dir: Pat
             for name, rows in held_out.items()
         },
         signal=NoSignalMonitor(config.train.max_steps_without_signal),
-        look=kind.look,
+        signal_of=kind.signal_of,
         export_metadata=kind.metadata(config),
     )
 
@@ -126,7 +126,7 @@ def _steps_metadata(config: RewardModelConfig) -> dict[str, Any]:
 
 
 KINDS: Mapping[str, RewardModelKind] = {
-    "pairs": RewardModelKind(_pair_objective, lambda _: measure_pairs, look=pair_signal),
+    "pairs": RewardModelKind(_pair_objective, lambda _: measure_pairs, signal_of=pair_signal),
     "steps": RewardModelKind(
         lambda _: process_objective(), lambda _: measure_steps, _steps_metadata
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from burnish.algorithms.kl import AdaptiveKl, FixedKl, KlController
 from burnish.config import RLConfig
@@ -40,8 +39,8 @@ from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
 from burnish.preflight.limits import limited, vocab_size_of
 from burnish.preflight.usable import count_prompts, usable_prompts
 from burnish.rewards.reward_set import RewardSet
-from burnish.rollout.asynchronous.evaluation_lane import ServiceEngine
-from burnish.rollout.asynchronous.schedule import Limits
+from burnish.rollout.asynchronous.evaluation_lane import Sampler, ServiceEngine
+from burnish.rollout.asynchronous.schedule import ScheduleLimits
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.asynchronous.source import AsyncOptions, AsyncSource
 from burnish.rollout.base import RolloutEngine, Sampling, wait_for_engine
@@ -169,8 +168,8 @@ def _build(
         [prompt for held_out_set in held_out.values() for prompt in held_out_set], rewards
     )
     runner = _runner(config, rollout, rewards, episode_pool, runtime.timeline)
-    source, eval_engine = _source(config, prompts, runner, policy, runtime)
-    check_first_weights(config, eval_engine, policy, runtime)
+    source, eval_engine = _source(config, prompts, runner, rollout, policy=policy, runtime=runtime)
+    check_first_weights(config, rollout, eval_engine, policy=policy, runtime=runtime)
     parts = make_rl(config, runtime, run_dir=run_dir, policy=policy, source=source, ptx=ptx)
     parts = replace(parts, record=Recorder(config, run_dir, source, runtime.timeline))
     if config.eval is None:
@@ -244,21 +243,30 @@ def make_rl(
 
 
 def _source(
-    config: RLConfig, prompts: PromptStream, runner: Runner, policy: TrainEngine, runtime: Runtime
-) -> tuple[RolloutSource, RolloutEngine]:
+    config: RLConfig,
+    prompts: PromptStream,
+    runner: Runner,
+    engine: RolloutEngine,
+    *,
+    policy: TrainEngine,
+    runtime: Runtime,
+) -> tuple[RolloutSource, Sampler]:
     """Return the source of groups, and the engine for evaluations. The weights are transferred."""
     rollout, timeline = config.rollout, runtime.timeline
-    size, engine = rollout.rollout_batch_size, runner.engine
-    sleeps = rollout.engine.sleeps
+    size, sleeps = rollout.rollout_batch_size, rollout.engine.sleeps
     if sleeps and config.cluster.offload_between_phases:  # make room for the first transfer
         engine.sleep(new_weights_follow=True)
     sync = runtime.sync(policy, engine, config.sync)
     asynchronous = rollout.asynchronous
     if asynchronous is None:
-        return SyncSource(prompts, runner, sync, groups_per_step=size, sleeps=sleeps), engine
+        sleeping_engine = engine if sleeps else None
+        source = SyncSource(
+            prompts, runner, sync, groups_per_step=size, sleeping_engine=sleeping_engine
+        )
+        return source, runner.engine
     service = RolloutService(timed(engine, timeline, SAMPLER_SPANS))
     options = AsyncOptions(
-        Limits(
+        ScheduleLimits(
             groups_per_step=size,
             slots=asynchronous.capacity(size),
             max_staleness=asynchronous.max_staleness,
@@ -270,9 +278,8 @@ def _source(
         evaluation="continue" if config.eval is None else config.eval.training_groups,
         vocab_size=vocab_size_of(config.model),
     )
-    source = AsyncSource(prompts, runner, service, sync, lambda: policy.version, options)
-    shared = cast(RolloutEngine, ServiceEngine(service))
-    return timed(source, timeline, {"next": "wait"}), shared
+    ahead = AsyncSource(prompts, runner, service, sync, lambda: policy.version, options)
+    return timed(ahead, timeline, {"next": "wait"}), ServiceEngine(service)
 
 
 def _runner(
@@ -379,19 +386,25 @@ JOB = RLJob()
 
 
 def check_first_weights(
-    config: RLConfig, engine: RolloutEngine, policy: TrainEngine, runtime: Runtime
+    config: RLConfig,
+    engine: RolloutEngine,
+    sampler: Sampler,
+    *,
+    policy: TrainEngine,
+    runtime: Runtime,
 ) -> None:
-    """Raise StaleWeightsError if the log-probs of ``engine``, which has the weights of ``policy``,
-    are not those of ``policy``. The local engine computes with transformers and is not checked."""
+    """Raise StaleWeightsError if the log-probs of ``sampler``, the engine with the weights of
+    ``policy``, are not those of ``policy``. The local engine computes with transformers and is not
+    checked."""
     rollout = config.rollout
     if rollout.engine.uses_transformers:
         return
     size = min(len(runtime.tokenizer), vocab_size_of(config.model) or len(runtime.tokenizer))
-    limit = engine.max_len or config.data.prompt_max_len + config.row_lengths.rest
+    limit = sampler.max_len or config.data.prompt_max_len + config.row_lengths.rest
     ranks = config.cluster.ranks("policy") or 1
     requests = probe_requests(size, max_len=limit, num_samples=max(NUM_SAMPLES, ranks))
     sampling = Sampling(requests[0].max_tokens or 1, rollout.temperature)
-    by_request = {c.request_id: c for c in engine.generate(requests, sampling)}
+    by_request = {c.request_id: c for c in sampler.generate(requests, sampling)}
     completions = [by_request[request.request_id] for request in requests]
     if rollout.engine.sleeps:
         engine.sleep()

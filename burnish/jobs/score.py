@@ -37,7 +37,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreLoop:
     """The loop of a ``score`` run. Implements ``rows_run.RowsLoop``."""
 
     config: ScoreConfig
@@ -108,14 +108,14 @@ class Scoring:
         self.rewards.close()
 
 
-class ScoreJob(WritesRows[ScoreConfig, Scoring]):
+class ScoreJob(WritesRows[ScoreConfig, ScoreLoop]):
     """The job ``score``."""
 
     config_class = ScoreConfig
 
     def build(
         self, config: ScoreConfig, runtime: Runtime, *, run_dir: Path, functions: Functions
-    ) -> Scoring:
+    ) -> ScoreLoop:
         responses = GivenResponses(
             config.data,
             runtime.tokenizer,
@@ -132,7 +132,7 @@ class ScoreJob(WritesRows[ScoreConfig, Scoring]):
         )
         first = responses.take(0, config.batch_size)
         warn_without_labels([item.group.prompt for item in first], rewards)
-        return Scoring(config, responses, timed(rewards, runtime.timeline, {"score": "reward"}))
+        return ScoreLoop(config, responses, timed(rewards, runtime.timeline, {"score": "reward"}))
 
 
 JOB = ScoreJob()

@@ -1,8 +1,9 @@
 """The contract of an optimizer's config: its settings, and the facts that rules, plans and engines
 need. Free of torch.
 
-A kind is a folder with two files. ``config.py``: a subclass of :class:`Optimizer`. ``rule.py``: a
-function ``make_rules(config, inputs)`` that returns the update rules (``optimizers/rule.py``).
+A kind is a folder with two files. ``config.py``: a subclass of :class:`OptimizerSettings`.
+``rule.py``: a function ``make_rules(config, inputs)`` that returns the update rules
+(``optimizers/rule.py``).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StepWork(NamedTuple):
     """True if it runs in a 16-bit format."""
 
 
-class Optimizer(Node, ABC):
+class OptimizerSettings(Node, ABC):
     """Settings of one kind of optimizer. The defaults of its facts are those of AdamW.
 
     ``weight_decay``, which all kinds read, is a key of ``train``."""
@@ -105,7 +106,7 @@ class Optimizer(Node, ABC):
         return None
 
 
-class AdamOptimizer(Optimizer, ABC):
+class AdamOptimizer(OptimizerSettings, ABC):
     """A kind that trains all or some parameters with AdamW, whose settings are ``betas`` and
     ``eps``."""
 

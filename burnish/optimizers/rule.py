@@ -52,7 +52,7 @@ class StateShard:
     same part."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedRule(torch.optim.Optimizer):
     """An optimizer whose ranks take part in each step of a sharded parameter."""
 
     shards: RankGroup = SINGLE
@@ -93,7 +93,7 @@ class UpdateRule:
         rows of the weights are sharded."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.lr_ratio
-        if isinstance(self.optimizer, ShardedOptimizer):
+        if isinstance(self.optimizer, ShardedRule):
             self.optimizer.shards = shards
         self.optimizer.step()
 

@@ -32,7 +32,7 @@ from burnish.driver.errors import RunError
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
 from burnish.preflight.limits import limited, vocabulary_problems
-from burnish.preflight.row_scan import ERRORS, Found, Section, Span, quiet, scan
+from burnish.preflight.row_scan import ERRORS, Found, DataSection, Span, quiet, scan
 from burnish.rewards.base import RewardError
 from burnish.rewards.build import build_rewards
 from burnish.rewards.kinds import RewardConfig
@@ -88,7 +88,7 @@ def check_before_run(config: JobConfig, *, resumed: bool) -> None:
 # --- rows
 
 
-def sections_of(config: JobConfig) -> list[Section]:
+def sections_of(config: JobConfig) -> list[DataSection]:
     """Return the data sections of a job, with their length limits within the positions of its
     models. Raises ModelError if a model has no room for a prompt."""
     sections = []
@@ -99,7 +99,7 @@ def sections_of(config: JobConfig) -> list[Section]:
         if section.reference_key is not None:
             readers = label_readers(rewards, policy)
         num_rows = config.section_limits(name).num_rows
-        sections.append(Section(name, section, config.model, num_rows, readers, in_episodes))
+        sections.append(DataSection(name, section, config.model, num_rows, readers, in_episodes))
     return sections
 
 
@@ -126,7 +126,7 @@ def _data_problems(config: JobConfig, say: Say) -> Iterator[str]:
             yield _listing(section, scanned)
 
 
-def _say_shared_prompts(section: Section, tokenizer: PreTrainedTokenizerBase, say: Say) -> None:
+def _say_shared_prompts(section: DataSection, tokenizer: PreTrainedTokenizerBase, say: Say) -> None:
     """Report the number of held-out rows whose prompt is also a training prompt, as a warning."""
     data = section.data
     if data.held_out is None or data.part == "train":
@@ -146,7 +146,7 @@ def _say_shared_prompts(section: Section, tokenizer: PreTrainedTokenizerBase, sa
         (log.warning if say == log.info else say)(text)
 
 
-def _listing(section: Section, scanned: Found) -> str:
+def _listing(section: DataSection, scanned: Found) -> str:
     if scanned.num_bad == 1:
         skips = f"; correct or remove the row, or set {section.name}.on_bad_row=skip"
         return scanned.problems[0] + (skips if scanned.counts["unusable"] else "")
@@ -167,7 +167,7 @@ _results: dict[str, Found] = {}
 
 
 def checked_section(
-    section: Section, tokenizer: PreTrainedTokenizerBase, say: Say, *, again: bool = True
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, say: Say, *, again: bool = True
 ) -> tuple[Found, bool]:
     """Return the result for a section, and if it comes from the cache.
 
@@ -203,7 +203,7 @@ def checked_section(
     return scanned, False
 
 
-def _spans(section: Section, sources: Sequence[Source]) -> Iterator[Span]:
+def _spans(section: DataSection, sources: Sequence[Source]) -> Iterator[Span]:
     left = section.num_rows
     for number, source in enumerate(sources):
         streamed = isinstance(source, StreamedRows)
@@ -217,7 +217,7 @@ def _spans(section: Section, sources: Sequence[Source]) -> Iterator[Span]:
             yield number, start, min(start + _SPAN_ROWS, end)
 
 
-def _scan_parallel(section: Section, spans: Sequence[Span], workers: int, say: Say) -> Found:
+def _scan_parallel(section: DataSection, spans: Sequence[Span], workers: int, say: Say) -> Found:
     """Scan in worker processes. The result lists problems in file order."""
     num = min(workers, len(spans))  # each has consecutive spans, and so reads few of many files
     shares = [range(len(spans) * i // num, len(spans) * (i + 1) // num) for i in range(num)]
@@ -246,7 +246,7 @@ def _scan_parallel(section: Section, spans: Sequence[Span], workers: int, say: S
     return whole
 
 
-def _worker(section: Section, spans: Sequence[Span]) -> Iterator[Found]:
+def _worker(section: DataSection, spans: Sequence[Span]) -> Iterator[Found]:
     command = [sys.executable, "-m", "burnish.preflight.row_scan"]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -278,7 +278,7 @@ def _worker(section: Section, spans: Sequence[Span]) -> Iterator[Found]:
 # --- cache
 
 
-def _key(section: Section, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _key(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the cache key, a digest of rows, settings, tokenizer and code; None if the rows or the
     tokenizer have no digest."""
     files = [source.files for source in section.data.sources]

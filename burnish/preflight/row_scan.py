@@ -1,9 +1,9 @@
 """Validate rows of a data section with the functions that the run uses to read and encode them.
 
 ``python -m burnish.preflight.row_scan`` is a worker process of :mod:`burnish.preflight.launch`. It
-reads a JSON object with a :class:`Section` and the spans to scan from standard input, and writes
-one JSON line per span. A process started this way does not import the caller's ``__main__``
-module."""
+reads a JSON object with a :class:`DataSection` and the spans to scan from standard input, and
+writes one JSON line per span. A process started this way does not import the caller's
+``__main__`` module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Section:
+class DataSection:
     """One data section of a recipe, with its length limit within the model's positions."""
 
     name: str
@@ -76,7 +76,7 @@ class Section:
         }
 
     @classmethod
-    def from_json(cls, body: dict[str, Any]) -> Section:
+    def from_json(cls, body: dict[str, Any]) -> DataSection:
         """Return the section that :meth:`to_json` wrote."""
         kind: type[DataConfig] = resolve_name(body["class"])
         data, model = kind.model_validate(body["data"]), ModelConfig.model_validate(body["model"])
@@ -140,7 +140,7 @@ class Found:
 
 
 def scan(
-    section: Section,
+    section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     sources: Sequence[Source],
     spans: Iterable[Span],
@@ -201,7 +201,7 @@ def main() -> None:
     """Scan the spans given on standard input."""
     logging.disable(logging.WARNING)
     request = json.load(sys.stdin.buffer)
-    section, spans = Section.from_json(request["section"]), request["spans"]
+    section, spans = DataSection.from_json(request["section"]), request["spans"]
     sources = open_rows(section.data)
     for scanned in scan(section, load_tokenizer(section.model), sources, spans):
         print(json.dumps(scanned.to_json()), flush=True)

@@ -50,7 +50,7 @@ def prompt_and_query(
     if sample.episode is None and not (special_tokens and tokenizer):
         return item.prompt.text, item.prompt.text + sample.text
     if tokenizer is None:
-        raise RewardError("texts of episodes need the policy's tokenizer; pass it to RemoteReward")
+        raise RewardError("texts of episodes need the policy's tokenizer; pass it to RemoteScorer")
     prompt, (prompt_ids, response_ids) = text_before(item, tokenizer), sample.last_response
     if not special_tokens:
         return prompt, prompt + response_text(tokenizer, prompt_ids, response_ids)

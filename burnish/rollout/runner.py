@@ -1,9 +1,9 @@
 """Sample responses to prompts with an engine and score them: prompts -> scored groups.
 
-A group goes through three stages: *drawn* (sampled), *measured* (scored), and finished (rewards
-normalized and shaped, statistics computed). Groups are drawn and measured in any portions; those of
-one RL step are finished together, in the order of their prompts. Synchronous and asynchronous runs
-therefore have the same rewards and metrics for the same groups.
+A group goes through three stages: *sampled*, *measured* (scored), and finished (rewards
+normalized and shaped, statistics computed). Groups are sampled and measured in any portions; those
+of one RL step are finished together, in the order of their prompts. Synchronous and asynchronous
+runs therefore have the same rewards and metrics for the same groups.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from burnish.config.rollout import DynamicSampling
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError
 from burnish.rewards.reward_set import NoGroupLeftError, RewardSet, ScoredGroup, none_left
+from burnish.rollout.asynchronous.evaluation_lane import Sampler
 from burnish.rollout.asynchronous.schedule import Outcome
 from burnish.rollout.asynchronous.service import RolloutService
-from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
+from burnish.rollout.base import Completion, Request, Sampling
 from burnish.transcript import Episode
 from burnish.types import Group, Number, Prompt, Sample, Stats, all_equal
 
@@ -47,7 +48,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledGroup:
     """Samples of one prompt, not scored."""
 
     prompt: Prompt
@@ -61,10 +62,10 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Result:
-    """A drawn group with its scores."""
+class GroupResult:
+    """A sampled group with its scores."""
 
-    drawn: Drawn
+    sampled: SampledGroup
     measured: ScoredGroup | None
     """None: there is no group to score."""
     outcome: Outcome
@@ -105,7 +106,7 @@ class Runner:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Sampler,
         rewards: RewardSet,
         sampling: Sampling,
         *,
@@ -142,30 +143,30 @@ class Runner:
 
         Raises RewardError if groups are still missing after the maximum number of refills.
         """
-        drawn: list[Drawn] = []
-        results: list[Result] = []
+        sampled: list[SampledGroup] = []
+        results: list[GroupResult] = []
         missing = count
         for _ in range(1 + self.max_refills):
             new = self.draw_all(next_prompts(missing))
-            drawn += new
-            self.check(drawn)
+            sampled += new
+            self.check(sampled)
             results += self.measure(new)
             missing = count - sum(result.outcome == "ready" for result in results)
             if not missing:
                 break
         return self.finish(results, count)
 
-    def finish(self, results: Sequence[Result], count: int) -> Rollout:
+    def finish(self, results: Sequence[GroupResult], count: int) -> Rollout:
         """Return the rollout of a step from its results, in the order of their prompts.
 
         Raises RewardError if fewer than ``count`` groups have rewards. With dynamic sampling, the
         newest groups without signal are used to fill the step.
         """
-        drawn = [result.drawn for result in results]
+        sampled = [result.sampled for result in results]
         measured = [result.measured for result in results if result.measured is not None]
         scored = self.rewards.finish(measured)
-        stats = self.stats(drawn) + scored.stats + _sample_stats(scored.groups)
-        outcomes = {result.drawn.prompt.id: result.outcome for result in results}
+        stats = self.stats(sampled) + scored.stats + _sample_stats(scored.groups)
+        outcomes = {result.sampled.prompt.id: result.outcome for result in results}
         groups = [g for g in scored.groups if outcomes[g.prompt.id] == "ready"]
         rejected = [g for g in scored.groups if outcomes[g.prompt.id] == "filtered"]
         missing = count - len(groups)
@@ -194,12 +195,12 @@ class Runner:
         """Sample and score all of ``prompts``, in their order. A group has all samples that did not
         fail, at least one. ``by_sample``: a reward that fails drops its sample, not the group.
         Raises NoGroupLeftError if no group has samples with rewards."""
-        drawn = self.draw_all(prompts, least=1)
-        self.check(drawn)
-        groups = [sampled.group for sampled in drawn if sampled.group is not None]
-        stats = self.stats(drawn)
+        sampled = self.draw_all(prompts, least=1)
+        self.check(sampled)
+        groups = [item.group for item in sampled if item.group is not None]
+        stats = self.stats(sampled)
         if not groups:
-            raise self.none_drawn(drawn, least=1)
+            raise self.no_group_error(sampled, least=1)
         try:
             score = self.rewards.score_samples if by_sample else self.rewards.score
             scored = score(groups)
@@ -209,18 +210,18 @@ class Runner:
         numbers = numbered(scored.groups)
         return Rollout(numbers, stats + scored.stats + _sample_stats(numbers))
 
-    def _too_few(self, results: Sequence[Result], num_groups: int, count: int) -> RewardError:
+    def _too_few(self, results: Sequence[GroupResult], num_groups: int, count: int) -> RewardError:
         """Return the error for a step that cannot be filled. The newest groups explain it."""
         last = results[len(results) - (count - num_groups) :]
         failed = [r.measured for r in last if r.measured is not None and r.outcome == "failed"]
         cause: NoGroupLeftError | None = None
         if not any(result.outcome == "ready" for result in last):
-            undrawn = [result.drawn for result in last if result.drawn.group is None]
+            groupless = [result.sampled for result in last if result.sampled.group is None]
             if failed:
                 cause = none_left(failed, Stats())
-            elif undrawn:
-                cause = self.none_drawn(undrawn)
-        lost = sum(result.drawn.group is None for result in results)
+            elif groupless:
+                cause = self.no_group_error(groupless)
+        lost = sum(result.sampled.group is None for result in results)
         why = (
             f"{lost:g} groups lost their members, because episodes failed or their first messages "
             "reached episodes.max_tokens (metrics episodes/*)"
@@ -237,7 +238,7 @@ class Runner:
 
     # ---- stages ------------------------------------------------------------------------------
 
-    def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[Drawn]:
+    def draw_all(self, prompts: Sequence[Prompt], *, least: int = 2) -> list[SampledGroup]:
         """Sample a group of ``num_samples`` responses for each prompt. ``least``: members that a
         group of several needs (a baseline compares two). Single turns do not fail."""
         completions: dict[tuple[str, int], Completion] = {
@@ -245,11 +246,13 @@ class Runner:
             for c in self.engine.generate([self._request(p) for p in prompts], self.sampling)
         }
         return [
-            self._drawn(prompt, [completions[prompt.id, k] for k in range(self.num_samples)])
+            self._sampled_group(
+                prompt, [completions[prompt.id, k] for k in range(self.num_samples)]
+            )
             for prompt in prompts
         ]
 
-    async def draw(self, prompt: Prompt, service: RolloutService) -> Drawn:
+    async def draw(self, prompt: Prompt, service: RolloutService) -> SampledGroup:
         """Sample the group of one prompt, as :meth:`draw_all`. Cancelling the wait cancels its
         requests."""
         request = self._request(prompt)
@@ -259,17 +262,17 @@ class Runner:
         except asyncio.CancelledError:
             service.cancel(request.request_id)
             raise
-        return self._drawn(prompt, sorted(completions, key=lambda c: c.index))
+        return self._sampled_group(prompt, sorted(completions, key=lambda c: c.index))
 
-    def measure(self, drawn: Sequence[Drawn]) -> list[Result]:
+    def measure(self, sampled: Sequence[SampledGroup]) -> list[GroupResult]:
         """Score groups and decide which can be trained on. Raises RewardError if a reward fails and
         the policy is ``fail``."""
-        groups = [sampled.group for sampled in drawn if sampled.group is not None]
+        groups = [item.group for item in sampled if item.group is not None]
         measured = iter(self.rewards.measure(groups) if groups else ())
         results = []
-        for sampled in drawn:
-            if sampled.group is None:
-                results.append(Result(sampled, None, "failed"))
+        for item in sampled:
+            if item.group is None:
+                results.append(GroupResult(item, None, "failed"))
                 continue
             score = next(measured)
             outcome: Outcome = "ready"
@@ -277,20 +280,22 @@ class Runner:
                 outcome = "failed"
             elif self.dynamic is not None and not self.dynamic.keeps(score, self.rewards):
                 outcome = "filtered"
-            results.append(Result(sampled, score, outcome))
+            results.append(GroupResult(item, score, outcome))
         return results
 
-    def check(self, drawn: Sequence[Drawn]) -> None:
+    def check(self, sampled: Sequence[SampledGroup]) -> None:
         """Raise an error if too many episodes of a step, or of a call of :meth:`run`, failed.
         Single turns do not fail."""
 
-    def stats(self, drawn: Sequence[Drawn]) -> Stats:
+    def stats(self, sampled: Sequence[SampledGroup]) -> Stats:
         """Return statistics of the sampling."""
         return Stats()
 
-    def none_drawn(self, drawn: Sequence[Drawn], *, least: int = 2) -> NoGroupLeftError:
+    def no_group_error(
+        self, sampled: Sequence[SampledGroup], *, least: int = 2
+    ) -> NoGroupLeftError:
         """Return the error for prompts without any group."""
-        return NoGroupLeftError(f"none of {len(drawn)} prompts has a group", self.stats(drawn))
+        return NoGroupLeftError(f"none of {len(sampled)} prompts has a group", self.stats(sampled))
 
     def close(self) -> None:
         """Close the rewards and the engine."""
@@ -303,7 +308,7 @@ class Runner:
         seed = prompt_seed(self.seed, prompt.id)
         return Request(prompt.id, prompt.token_ids, self.num_samples, seed)
 
-    def _drawn(self, prompt: Prompt, completions: Sequence[Completion]) -> Drawn:
+    def _sampled_group(self, prompt: Prompt, completions: Sequence[Completion]) -> SampledGroup:
         samples = tuple(
             Sample(
                 sample_id=f"{prompt.id}/{completion.index}",
@@ -320,7 +325,7 @@ class Runner:
             )
             for completion in completions
         )
-        return Drawn(prompt, Group(0, prompt, samples))
+        return SampledGroup(prompt, Group(0, prompt, samples))
 
 
 def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from burnish.data.prompts.encode import PromptStream
 from burnish.rewards.reward_set import RewardSet
-from burnish.rollout.base import Sync
+from burnish.rollout.base import RolloutEngine, Sync
 from burnish.rollout.runner import Rollout, Runner
 
 Metrics = dict[str, float]
@@ -79,11 +79,11 @@ class SyncSource:
         sync: Sync,
         *,
         groups_per_step: int,
-        sleeps: bool = False,
+        sleeping_engine: RolloutEngine | None = None,
     ) -> None:
-        """``sleeps``: free the engine's memory after every rollout."""
+        """``sleeping_engine``: the engine, if it frees its memory after every rollout."""
         self.prompts, self.runner, self.sync = prompts, runner, sync
-        self.groups_per_step, self.sleeps = groups_per_step, sleeps
+        self.groups_per_step, self.sleeping_engine = groups_per_step, sleeping_engine
 
     @property
     def rewards(self) -> RewardSet:
@@ -95,8 +95,8 @@ class SyncSource:
 
     def next(self, step: int) -> Rollout:
         rollout = self.runner.fill(self.prompts.next, self.groups_per_step)
-        if self.sleeps:
-            self.runner.engine.sleep(new_weights_follow=True)
+        if self.sleeping_engine is not None:
+            self.sleeping_engine.sleep(new_weights_follow=True)
         return rollout
 
     def update_weights(self) -> Metrics:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import RankGroup
-from burnish.environments.worker_set import Worker
+from burnish.environments.worker_set import EnvironmentWorker
 from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline
 from burnish.rollout.base import RolloutEngine, Sync
@@ -70,7 +70,7 @@ class Runtime(Protocol):
         transfer is done before this returns."""
         ...
 
-    async def start_worker(self, python: str | None) -> Worker:
+    async def start_worker(self, python: str | None) -> EnvironmentWorker:
         """Start a process for user code, such as environments, with the interpreter ``python``
         (None: that of the run). All calls come from one event loop.
 

@@ -17,7 +17,7 @@ from burnish.config.roles import samples_with_policy
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.environments.process import start_process
-from burnish.environments.worker_set import Worker
+from burnish.environments.worker_set import EnvironmentWorker
 from burnish.models.end_tokens import add_end_tokens
 from burnish.models.gpu import set_up_gpu
 from burnish.models.load import describe, load_causal_lm, resolve_device
@@ -29,7 +29,7 @@ from burnish.rollout.kinds import RolloutEngineConfig
 from burnish.rollout.weights import check_logprobs, probe_requests
 from burnish.runtime.base import SYNC_SPANS
 from burnish.runtime.phases import Phases
-from burnish.sync.inproc import InprocSync
+from burnish.sync.inproc import InprocWeightSync
 from burnish.train.base import CRITIC_SPANS, POLICY_SPANS, HasLogprobs, TrainEngine
 from burnish.train.engine import BaseTrainEngine
 from burnish.train.engines import load_engine
@@ -142,13 +142,13 @@ class InlineRuntime:
 
     def sync(
         self, policy: TrainEngine, rollout: RolloutEngine, config: SyncConfig = LinkSync()
-    ) -> InprocSync:
+    ) -> InprocWeightSync:
         weight_sync = timed(
-            InprocSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS
+            InprocWeightSync(cast(BaseTrainEngine, policy), rollout), self.timeline, SYNC_SPANS
         )
         return self.phases.sync(weight_sync)
 
-    async def start_worker(self, python: str | None) -> Worker:
+    async def start_worker(self, python: str | None) -> EnvironmentWorker:
         """Start a process for user code on this machine."""
         return await start_process(python)
 

@@ -30,7 +30,7 @@ from burnish.checkpoint.save import PendingSave
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.sync import DiskSync, LinkSync
 from burnish.distributed.process_group import (
-    Limits,
+    CollectiveTimeouts,
     RankGroup,
     groups_here,
     limit_collectives,
@@ -203,7 +203,7 @@ class TrainWorker(Worker):
 
     engine: BaseTrainEngine
     store: TCPStore
-    limits: Limits | None = None
+    limits: CollectiveTimeouts | None = None
     _groups: Sequence[Any] = ()
     """Process groups that exist once the engine is built. A group for background saves is created
     later, and keeps its timeout while that of passes changes."""
@@ -232,7 +232,7 @@ class TrainWorker(Worker):
         )
         return host, port
 
-    def join(self, host: str, port: int, *, timeout_s: float, limits: Limits) -> None:
+    def join(self, host: str, port: int, *, timeout_s: float, limits: CollectiveTimeouts) -> None:
         """Connect to the other ranks. Raises after ``timeout_s`` if rank 0 is not reachable. The
         controller ends workers that wait for other ranks. ``limits`` apply after the connection."""
         self.ranks = RankGroup()

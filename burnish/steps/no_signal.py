@@ -29,7 +29,7 @@ _WARN_AFTER = 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class StepSignal:
     """Signal count of one step."""
 
     num_units: int
@@ -54,36 +54,36 @@ class NoSignalMonitor:
     def __init__(self, limit: int | None) -> None:
         """``limit``: consecutive steps without signal after which the run stops; None: never."""
         self._limit = limit
-        self._streak = self._steps = self._seen = self._units = 0
-        self._last = Finding(0, 0)
-        self._said = self._said_labels = False
+        self._streak = self._steps = self._observed = self._units = 0
+        self._last = StepSignal(0, 0)
+        self._warned = self._warned_of_labels = False
 
-    def see(self, finding: Finding) -> Metrics:
+    def observe(self, signal: StepSignal) -> Metrics:
         """Count a step and return its metric."""
-        self._seen += 1
-        self._units += finding.num_empty
-        if finding.num_empty:
-            self._last = finding
-        if finding.frac < 1.0:
+        self._observed += 1
+        self._units += signal.num_empty
+        if signal.num_empty:
+            self._last = signal
+        if signal.frac < 1.0:
             self._streak = 0
         else:
             self._steps, self._streak = self._steps + 1, self._streak + 1
         soon = _WARN_AFTER if self._limit is None else min(_WARN_AFTER, self._limit)
-        if not self._said and (self._streak >= soon or (finding.at_once and finding.num_empty)):
-            self._said = True
+        if not self._warned and (self._streak >= soon or (signal.at_once and signal.num_empty)):
+            self._warned = True
             limit = self._limit
             stops = "" if limit is None else f"; the run stops after {limit} consecutive ones"
             log.warning(
                 "%s; steps without any signal so far: %d%s (train.max_steps_without_signal). This "
                 "is logged once; the metric train/no_signal_frac has every step",
-                *(_description(finding), self._steps, stops),
+                *(_description(signal), self._steps, stops),
             )
-        return {"train/no_signal_frac": finding.frac}
+        return {"train/no_signal_frac": signal.frac}
 
-    def look_for_labels(self, prompts: Sequence[Prompt], rewards: RewardSet) -> None:
+    def observe_labels(self, prompts: Sequence[Prompt], rewards: RewardSet) -> None:
         """Warn once if rewards take a label and none of a step's prompts has one."""
-        if not self._said_labels:
-            self._said_labels = warn_without_labels(prompts, rewards)
+        if not self._warned_of_labels:
+            self._warned_of_labels = warn_without_labels(prompts, rewards)
 
     def checked(self, metrics: Metrics) -> Metrics:
         """Return ``metrics``. Raises StoppedError with them once ``limit`` consecutive steps had no
@@ -98,15 +98,15 @@ class NoSignalMonitor:
 
     def log_total(self) -> None:
         """Log the number of steps without signal, if a warning was issued before."""
-        if self._said:
+        if self._warned:
             log.warning(
                 "%d of %d steps of this run had no learning signal (%d %s in total)",
-                *(self._steps, self._seen, self._units, self._last.description),
+                *(self._steps, self._observed, self._units, self._last.description),
             )
 
 
-def _description(finding: Finding) -> str:
-    return f"{finding.num_empty} of {finding.num_units} {finding.description}: {finding.why}"
+def _description(signal: StepSignal) -> str:
+    return f"{signal.num_empty} of {signal.num_units} {signal.description}: {signal.why}"
 
 
 # ---- signal of a step ----------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _description(finding: Finding) -> str:
 
 def reward_signal(
     groups: Sequence[Group], config: AlgorithmConfig, rewards: RewardSet
-) -> Finding | None:
+) -> StepSignal | None:
     """Return the groups whose rewards are equal in fp32, the precision of the update. For
     advantages without a group baseline, the unit is the entire step; rewards of single turns are
     then a signal of their own. Return None if the advantage does not use rewards."""
@@ -141,8 +141,8 @@ def reward_signal(
     )
     by_turn = not by_group and any(any(s.turn_rewards) for g in groups for s in g.samples)
     if not empty or by_turn:
-        return Finding(len(units), 0, empty_units)
-    return Finding(len(units), len(empty), empty_units, _why_equal(empty, groups, rewards))
+        return StepSignal(len(units), 0, empty_units)
+    return StepSignal(len(units), len(empty), empty_units, _why_equal(empty, groups, rewards))
 
 
 def _equal_in_fp32(rewards: Sequence[float]) -> bool:
@@ -181,12 +181,12 @@ def _responses(sample: Sample) -> object:
     return tuple(row.response_ids for row in sample.rows)
 
 
-def pair_signal(batch: Batch) -> Finding:
+def pair_signal(batch: Batch) -> StepSignal:
     """Return the pairs whose chosen and rejected rows have the same tokens. Rows 2i and 2i + 1 are
     a pair."""
     rows = [batch.tokens[a:b] for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)]
     same = sum(torch.equal(a, b) for a, b in zip(rows[0::2], rows[1::2], strict=True))
-    return Finding(
+    return StepSignal(
         len(rows) // 2,
         same,
         "pairs with identical responses",
@@ -196,12 +196,12 @@ def pair_signal(batch: Batch) -> Finding:
     )
 
 
-def label_signal(batch: Batch) -> Finding:
+def label_signal(batch: Batch) -> StepSignal:
     """Return one unit for the step, without signal if all its responses have the same label."""
     assert batch.labels is not None
     desirable = batch.labels.float().mean().item()
     one_class = desirable in (0.0, 1.0)
-    return Finding(
+    return StepSignal(
         1,
         int(one_class),
         f"steps in which every response was {'desirable' if desirable else 'undesirable'}",

@@ -322,9 +322,9 @@ def signal_metrics(run: RL, groups: Sequence[Group]) -> Metrics:
     """Return the share of groups without learning signal; empty if the advantage does not use
     rewards."""
     rewards = run.source.rewards
-    run.signal.look_for_labels([group.prompt for group in groups], rewards)
+    run.signal.observe_labels([group.prompt for group in groups], rewards)
     signal = reward_signal(groups, run.config.algorithm, rewards)
-    return {} if signal is None else run.signal.see(signal)
+    return {} if signal is None else run.signal.observe(signal)
 
 
 def kl_of_rollout(batch: Batch, algorithm: AlgorithmConfig) -> Metrics:

@@ -19,7 +19,7 @@ from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.trainer import Trainer
 from burnish.runtime.base import Runtime
 from burnish.steps.moving_reference import MovingReference, load_reference
-from burnish.steps.no_signal import Finding, NoSignalMonitor
+from burnish.steps.no_signal import NoSignalMonitor, StepSignal
 from burnish.steps.updates import Updates
 from burnish.train.base import Loss, TrainEngine
 from burnish.types import Batch, Stats
@@ -47,7 +47,7 @@ class Supervised:
     """Updates of the reference with the policy's weights. None: it is frozen, or there is none."""
     signal: NoSignalMonitor = field(default_factory=lambda: NoSignalMonitor(None))
     """Counter of steps without learning signal."""
-    look: Callable[[Batch], Finding] | None = None
+    signal_of: Callable[[Batch], StepSignal] | None = None
     """Count the units of a batch without learning signal. None: no check."""
     export_metadata: Mapping[str, Any] | None = None
     """Metadata that exports write to the model's config, in addition to evaluation results."""
@@ -118,7 +118,7 @@ class SupervisedLoop:
         updates.step("train", run.engine)
         counts = {f"data/{name}": float(value) for name, value in run.stream.counts.items()}
         tokens = {"train/tokens": float(batch.tokens.numel())}
-        signal = {} if run.look is None else run.signal.see(run.look(batch))
+        signal = {} if run.signal_of is None else run.signal.observe(run.signal_of(batch))
         return run.signal.checked(updates.checked(updates.metrics() | counts | tokens | signal))
 
     def evaluate(self, number: int) -> Metrics:

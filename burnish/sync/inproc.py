@@ -16,7 +16,7 @@ from burnish.sync.base import Metrics, sync_metrics
 from burnish.train.engine import BaseTrainEngine
 
 
-class InprocSync:
+class InprocWeightSync:
     """Weight transfer that keeps a rollout engine at the policy's version."""
 
     def __init__(self, policy: BaseTrainEngine, rollout: RolloutEngine) -> None:

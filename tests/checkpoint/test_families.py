@@ -41,7 +41,7 @@ from burnish.rollout.vllm.model import skeleton_of
 from burnish.sync.base import encode
 from burnish.sync.buckets import messages
 from burnish.sync.disk import DiskSender, DiskSource
-from burnish.sync.inproc import InprocSync
+from burnish.sync.inproc import InprocWeightSync
 from burnish.sync.snapshot import SnapshotSource
 from burnish.train.base import Loss
 from burnish.train.engines import make_engine as engine_of
@@ -161,7 +161,7 @@ def test_adapters_of_experts_are_in_exports_and_transfers(  # house: ok fixtures
     torch.testing.assert_close(logprobs(merged), expected, atol=5e-6, rtol=0)
 
     rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
-    InprocSync(engine, rollout)
+    InprocWeightSync(engine, rollout)
     torch.testing.assert_close(logprobs(rollout.model), expected, atol=5e-6, rtol=0)
 
     adapter = export(tmp_path / "c", tmp_path / "adapter", lora="adapter")
@@ -372,7 +372,7 @@ def test_the_language_model_of_a_composite_model_is_exported_and_transferred(
     engine.forward_backward(ragged_batch, nll)
     engine.optim_step()
     rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
-    InprocSync(engine, rollout)
+    InprocWeightSync(engine, rollout)
     expected = logprobs(engine.model)
     assert torch.equal(logprobs(rollout.model), expected)
     out = export(checkpoint(tmp_path / "c", engine), tmp_path / "out")
@@ -399,7 +399,7 @@ def test_a_padded_vocabulary_stays_as_it_is(
     engine.forward_backward(ragged_batch, nll)
     engine.optim_step()
     rollout = LocalRolloutEngine(load_causal_lm(base), TOKENIZER, LocalEngine())
-    InprocSync(engine, rollout)
+    InprocWeightSync(engine, rollout)
     expected = logprobs(engine.model)
     assert expected.shape[-1] == 64 and torch.equal(logprobs(rollout.model), expected)
     plain = AutoModelForCausalLM.from_pretrained(

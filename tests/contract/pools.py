@@ -31,7 +31,7 @@ from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
-from burnish.distributed.process_group import Limits, RankGroup
+from burnish.distributed.process_group import CollectiveTimeouts, RankGroup
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.optimizers.adamw.config import AdamW
@@ -286,7 +286,13 @@ class Processes(Pipes):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         host, port = self.all("open_rendezvous", PATIENCE_S)[0]
-        self.all("join", host, port, timeout_s=PATIENCE_S, limits=Limits(PATIENCE_S, PATIENCE_S))
+        self.all(
+            "join",
+            host,
+            port,
+            timeout_s=PATIENCE_S,
+            limits=CollectiveTimeouts(PATIENCE_S, PATIENCE_S),
+        )
 
     def make(self, kind: Kind, wanted: Wanted) -> PipedEngine:
         spec, scalar = kind.spec(wanted), is_scalar(wanted)

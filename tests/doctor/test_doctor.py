@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from burnish.cli import app
 from burnish.doctor import command, known, selftest
 from burnish.doctor.facts import (
+    CudaDevice,
     Facts,
-    Gpu,
     Links,
     driver_version,
     find_links,
@@ -24,7 +24,7 @@ from burnish.doctor.facts import (
     requirements,
 )
 from burnish.doctor.known import findings
-from burnish.doctor.selftest import Outcome, names, run
+from burnish.doctor.selftest import SelfTestOutcome, names, run
 
 PLAIN = Facts(
     versions={"torch": "2.13.0"},
@@ -134,7 +134,7 @@ def test_nccl_before_its_fix_needs_an_environment_variable() -> None:
 def test_a_gpu_that_torch_does_not_see() -> None:
     assert "is a CPU build" in reported(driver_present=True)[0][1]
     assert "sees no GPU" in reported(driver_present=True, cuda_build="13.0")[0][1]
-    seen = (Gpu("H100", 80 << 30, "9.0"),)
+    seen = (CudaDevice("H100", 80 << 30, "9.0"),)
     assert reported(driver_present=True, cuda_build="13.0", gpus=seen) == []
 
 
@@ -155,7 +155,7 @@ def test_a_driver_too_old_for_torchs_cuda_is_an_error(
     (problem,) = reported(driver_present=True, cuda_build=cuda, driver=driver)
     assert problem[0] == level
     assert (f"the NVIDIA driver is {driver}" in problem[1]) == (level == "bad")
-    seen = (Gpu("A100", 80 << 30, "8.0"),)  # with NVIDIA's package cuda-compat
+    seen = (CudaDevice("A100", 80 << 30, "8.0"),)  # with NVIDIA's package cuda-compat
     assert reported(driver_present=True, cuda_build=cuda, driver=driver, gpus=seen) == []
 
 
@@ -240,7 +240,7 @@ def test_a_loss_that_does_not_decrease_fails(
 
 
 def test_the_exit_code_is_for_ci(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = (Outcome("torch fp32", passed, 1.0, "it said") for passed in (True, False))
+    good, bad = (SelfTestOutcome("torch fp32", passed, 1.0, "it said") for passed in (True, False))
     monkeypatch.setattr(command, "names", lambda facts: ["torch fp32"])
     monkeypatch.setattr(command, "gather_facts", lambda: PLAIN)
     for outcome, code in ((good, 0), (bad, 1)):

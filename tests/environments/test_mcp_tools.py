@@ -29,7 +29,7 @@ from burnish.environments.tools import ToolEnvironment
 from burnish.episodes.runner import EpisodeRunner
 from burnish.jobs.episodes import build_episode_pool, environment_spec
 from burnish.observe.timeline import Timeline
-from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeScorer
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
@@ -299,7 +299,7 @@ def test_episodes_of_a_recipe_call_a_server_and_replay_a_lost_one(tmp_path: Path
 
     shaping = ShapingConfig()
     rewards = RewardSet(
-        [(EpisodeReward(None, name="all"), 1.0)],
+        [(EpisodeScorer(None, name="all"), 1.0)],
         on_failure=FailurePolicy(),
         shaping=shaping,
         generate_max_len=100,

@@ -28,7 +28,7 @@ from burnish.jobs.episodes import build_episode_pool
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.timeline import Timeline
 from burnish.rewards.base import RewardError
-from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeScorer
 from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Request, Sampling
 from burnish.runtime.inline import InlineRuntime
@@ -64,7 +64,7 @@ def prompts(count: int, **metadata: Any) -> list[Prompt]:
 
 def runner(engine: ScriptedEngine, made: EpisodePool, *, n: int = 2) -> EpisodeRunner:
     rewards = RewardSet(
-        [(EpisodeReward(None, name="all"), 1.0)],
+        [(EpisodeScorer(None, name="all"), 1.0)],
         on_failure=FailurePolicy(),
         shaping=ShapingConfig(),
         generate_max_len=100,
@@ -96,7 +96,7 @@ def sampled(task_runner: EpisodeRunner, given: Sequence[Prompt]) -> tuple[list[G
     task_runner.check(drawn)
     groups = [one.group for one in drawn if one.group is not None]
     if not groups:
-        raise task_runner.none_drawn(drawn)
+        raise task_runner.no_group_error(drawn)
     return groups, task_runner.stats(drawn)
 
 

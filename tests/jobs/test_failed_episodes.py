@@ -18,7 +18,7 @@ from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.runner import FAILED, EpisodeRunner
 from burnish.jobs.evaluate import Evaluator
-from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeScorer
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import Completion, VersionSpan
 from burnish.transcript import Episode, Turn
@@ -41,7 +41,7 @@ class FixedRunner(EpisodeRunner):
 
     def __init__(self, scores: Sequence[Sequence[float | None]]) -> None:
         rewards = RewardSet(
-            [(EpisodeReward("right", name="right"), 1.0)],
+            [(EpisodeScorer("right", name="right"), 1.0)],
             on_failure=FailurePolicy(then="drop_group"),
             shaping=ShapingConfig(),
             generate_max_len=9,

@@ -22,7 +22,7 @@ from burnish.jobs import rl as loop
 from burnish.models.scratch import scratch_tokenizer
 from burnish.observe.metrics import read_metrics
 from burnish.observe.samples import read_samples
-from burnish.rewards.function.reward import FunctionReward
+from burnish.rewards.function.reward import FunctionScorer
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
 from burnish.user_calls import UserCalls
@@ -41,7 +41,7 @@ class Killed(BaseException):
 def _rewards_can_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Killed end the run as a signal does: calls of the user's code make an error of it."""
     monkeypatch.setattr(UserCalls, "run", lambda _, function, *arguments: function(*arguments))
-    monkeypatch.setattr(FunctionReward, "_failed", lambda _, __, error: error)
+    monkeypatch.setattr(FunctionScorer, "_failed", lambda _, __, error: error)
 
 
 @dataclass

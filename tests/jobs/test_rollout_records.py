@@ -44,7 +44,7 @@ def test_a_kill_leaves_complete_steps_and_lines_and_a_resume_drops_the_later_one
 ) -> None:
     def write(step: int) -> None:
         log_groups(tmp_path, step, rollout(step))
-        found = records.Recorded(rollout(step), {"prompts_seen": step})
+        found = records.RecordedRollout(rollout(step), {"prompts_seen": step})
         records.write_rollout(tmp_path, step, found, {"settings": ""})
 
     def half(folder: Path, name: str, state: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ WRONG: tuple[Any, ...] = (
 def test_a_rollout_of_other_keys_types_or_sizes_is_a_checkpoint_error(tmp_path: Path) -> None:
     """Every value at the first two levels is removed and replaced. A manifest with valid checksums
     does not prove who wrote it."""
-    folder = records.write_rollout(tmp_path, 1, records.Recorded(rollout(1), {}), {})
+    folder = records.write_rollout(tmp_path, 1, records.RecordedRollout(rollout(1), {}), {})
     plain = load_state(folder, "groups")
     places: list[tuple[str, ...]] = [(key,) for key in plain]
     places += [("samples", key) for key in plain["samples"]]

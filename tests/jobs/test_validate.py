@@ -26,7 +26,7 @@ from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.sources import DataError
 from burnish.data.steps.config import StepsDataConfig
 from burnish.preflight import launch as validate
-from burnish.preflight.row_scan import Section
+from burnish.preflight.row_scan import DataSection
 
 GOOD = {"prompt": "1+1=", "response": "2", "label": "2"}
 BROKEN = {"prompt": "1+1="}
@@ -186,7 +186,7 @@ def test_a_new_process_reads_a_section_of_each_kind() -> None:
     kinds.append(ScoresDataConfig(sources=("rows.jsonl",), kind="scores", score_keys=("s",)))
     kinds.append(ClassesDataConfig(sources=("rows.jsonl",), kind="classes", classes=("a", "b")))
     model = ModelConfig.model_validate({"scratch": {}})
-    lines = [json.dumps(Section("data", data, model).to_json()) for data in kinds]
+    lines = [json.dumps(DataSection("data", data, model).to_json()) for data in kinds]
     code = (
         "import json, sys; from burnish.preflight.row_scan import Section\n"
         "for line in sys.stdin: print(json.dumps(Section.from_json(json.loads(line)).to_json()))"

@@ -45,7 +45,7 @@ from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
 from burnish.jobs.evaluate import Evaluator
 from burnish.rewards.base import RewardInput
-from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeScorer
 from burnish.rewards.model.rows import reward_encoder
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.asynchronous.service import RolloutService
@@ -381,7 +381,7 @@ class _Scores(EpisodeRunner):
             self.scores = [[math.nan if s is None else s for s in row] for row in scores]
         self.seed, self.dynamic = 0, None
         self.rewards = RewardSet(
-            [(EpisodeReward("right", name="right"), 1.0)],
+            [(EpisodeScorer("right", name="right"), 1.0)],
             on_failure=FailurePolicy(then="drop_group"),
             shaping=ShapingConfig(),
             generate_max_len=9,

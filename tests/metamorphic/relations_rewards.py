@@ -38,7 +38,7 @@ from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.stream import RowRef
 from burnish.jobs import rl
 from burnish.rewards.base import RewardError, RewardInput, SampleError
-from burnish.rewards.function.reward import FunctionReward
+from burnish.rewards.function.reward import FunctionScorer
 from burnish.rewards.labels import label_problem
 from burnish.rewards.math.text import judge, read_label
 from burnish.rewards.model import rows
@@ -169,13 +169,13 @@ AROUND = (
     ("First try:\n```python\ndef f(x): return None\n```\nBetter:\n", ""),
     ("Run it:\n```bash\npython f.py\n```\n", "\n```text\n21\n```\n"),
 )
-_CODE: list[python_code.PythonCodeReward] = []
+_CODE: list[python_code.PythonCodeScorer] = []
 
 
-def _code_reward() -> python_code.PythonCodeReward:
+def _code_reward() -> python_code.PythonCodeScorer:
     if not _CODE:
         sandbox = UnsafeSubprocessSandbox(kind="unsafe_subprocess")
-        _CODE.append(python_code.PythonCodeReward(PythonCodeReward(sandbox=sandbox)))
+        _CODE.append(python_code.PythonCodeScorer(PythonCodeReward(sandbox=sandbox)))
         CLOSERS.append(lambda: _CODE.pop().close() if _CODE else None)
     return _CODE[0]
 
@@ -322,7 +322,7 @@ def failures_follow_their_policy(draw: Draw) -> None:
     def score(response: str) -> Any:
         return _bad(kind, released) if response in bad else float(response)
 
-    reward = FunctionReward(score, name="r", timeout_s=0.05 if kind == "hangs" else 30.0)
+    reward = FunctionScorer(score, name="r", timeout_s=0.05 if kind == "hangs" else 30.0)
     rewards = RewardSet(
         [(reward, 1.0)],
         on_failure=FailurePolicy(then=then),
@@ -375,7 +375,7 @@ def groups_that_differ_in_training_are_kept(draw: Draw) -> None:
         return scores[name, response]
 
     rewards = RewardSet(
-        [(FunctionReward(partial(score, e.name), name=e.name), e.weight) for e in entries],
+        [(FunctionScorer(partial(score, e.name), name=e.name), e.weight) for e in entries],
         on_failure=FailurePolicy(),
         shaping=ShapingConfig(reward_clip=draw.one(clip=[None, 0.5])),
         generate_max_len=4,

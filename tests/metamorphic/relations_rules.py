@@ -23,7 +23,7 @@ from burnish.config import ConfigError, dump_yaml, load_config
 from burnish.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from burnish.config.docs import fields_table
 from burnish.rewards.base import RewardInput
-from burnish.rewards.math.reward import MathReward
+from burnish.rewards.math.reward import MathScorer
 from burnish.steps.credit import assign_advantages
 from burnish.steps.objectives import policy_objective
 from burnish.train.base import Outputs
@@ -332,13 +332,13 @@ def _below(tree: Any, keys: list[str]) -> Any:
 
 # ---- the math reward -----------------------------------------------------------------------------
 
-_MATH: list[MathReward] = []
+_MATH: list[MathScorer] = []
 
 
-def math_reward() -> MathReward:
+def math_reward() -> MathScorer:
     """One reward with its worker process, for all draws."""
     if not _MATH:
-        _MATH.append(MathReward(timeout_s=30.0))
+        _MATH.append(MathScorer(timeout_s=30.0))
         CLOSERS.append(lambda: _MATH.pop().close() if _MATH else None)
     return _MATH[0]
 

@@ -20,7 +20,7 @@ from burnish.driver.digests import record_user_code
 from burnish.driver.errors import RunError
 from burnish.driver.run_dir import locked_outputs
 from burnish.models.load import load_tokenizer
-from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeScorer
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.runner import GroupFilter
 from burnish.transcript import Episode, Turn
@@ -115,7 +115,7 @@ def turns_that_differ_are_kept(draw: Draw) -> None:
         for rewards in turns
     ]
     rewards_of_run = RewardSet(
-        [(EpisodeReward("a", name="a", per_turn=per_turn), 2.0)],
+        [(EpisodeScorer("a", name="a", per_turn=per_turn), 2.0)],
         on_failure=FailurePolicy(),
         shaping=ShapingConfig(reward_clip=clip),
         generate_max_len=4,

@@ -19,7 +19,7 @@ from burnish.plan.overlap import Sides, overlap
 from burnish.plan.predict import make_plan
 from burnish.plan.shapes import PlanError
 from burnish.plan.time import Rates, estimate, rate_key
-from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule
+from burnish.rollout.asynchronous.schedule import ScheduleLimits, StalenessSchedule
 
 SIDES = Sides(trainer_s=6.0, rollout_s=4.0, longest_s=8.0, response_s=2.0, running_groups=0.25)
 RECIPE = {
@@ -315,7 +315,7 @@ def test_the_estimate_of_equal_groups_is_that_of_the_schedule_itself(
     """Groups of 1 s. Tolerance: the start and the end of a simulation are not full periods."""
     settings = AsynchronousRollout(max_staleness=stale, run_ahead=ahead, oversample=oversample)
     capacity = settings.capacity(16)
-    limits = Limits(16, capacity, stale, total_steps=10_000, max_refills=1)
+    limits = ScheduleLimits(16, capacity, stale, total_steps=10_000, max_refills=1)
     seconds, age = simulated(lambda g: 1.0, limits=limits, slots=slots, training_s=training_s)
     rows = min(slots, capacity)
     found = overlap(Sides(training_s, 16 / rows, 1.0, 1.0, rows / 16), settings)
@@ -338,7 +338,7 @@ def test_the_estimate_of_varying_lengths_is_at_most_the_step_of_the_schedule_its
         times = draw.lognormal(-(sigma**2) / 2, sigma, 4000)
         longest = times.reshape(-1, 16).max(1).mean()
         settings = AsynchronousRollout(max_staleness=stale, run_ahead=ahead)
-        limits = Limits(16, settings.capacity(16), stale, total_steps=10_000, max_refills=1)
+        limits = ScheduleLimits(16, settings.capacity(16), stale, total_steps=10_000, max_refills=1)
         training_s = balance * longest
         seconds, age = simulated(
             lambda g, times=times: times[g], limits=limits, slots=16, training_s=training_s
@@ -363,7 +363,7 @@ def test_one_long_group_in_each_step_is_waited_for_as_late_as_the_bound_allows(
     groups ahead 6 + 1."""
     settings = AsynchronousRollout(max_staleness=stale, run_ahead=ahead)
     capacity = settings.capacity(16)
-    limits = Limits(16, capacity, stale, total_steps=10_000, max_refills=1)
+    limits = ScheduleLimits(16, capacity, stale, total_steps=10_000, max_refills=1)
     seconds, _ = simulated(
         lambda g: 2 / 3 if g % 16 else 6.0, limits=limits, slots=64, training_s=1.0
     )

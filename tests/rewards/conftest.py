@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from burnish.rewards.base import RewardInput
-from burnish.rewards.remote.config import RemoteReward as RemoteConfig
-from burnish.rewards.remote.reward import RemoteReward
+from burnish.rewards.remote.config import RemoteReward
+from burnish.rewards.remote.reward import RemoteScorer
 from burnish.types import Group, Prompt, Sample
 
 
@@ -130,13 +130,13 @@ def serve() -> Iterator[Callable[..., RewardServer]]:
 
 
 @pytest.fixture
-def remote() -> Iterator[Callable[..., RemoteReward]]:
+def remote() -> Iterator[Callable[..., RemoteScorer]]:
     """``remote(url, ..., retries=1)``: a reward that loses no time, closed after the test."""
-    made: list[RemoteReward] = []
+    made: list[RemoteScorer] = []
 
-    def make(*urls: str, **options: Any) -> RemoteReward:
+    def make(*urls: str, **options: Any) -> RemoteScorer:
         quick = {"backoff_s": 0.01, "max_backoff_s": 0.1, "retries": 2, "read_timeout_s": 20}
-        made.append(RemoteReward(RemoteConfig(urls=urls, **{**quick, **options}), name="rm"))
+        made.append(RemoteScorer(RemoteReward(urls=urls, **{**quick, **options}), name="rm"))
         return made[-1]
 
     yield make

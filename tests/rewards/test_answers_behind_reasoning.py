@@ -26,7 +26,7 @@ from burnish.data.sources import DataError
 from burnish.data.stream import RowRef
 from burnish.reasoning_tags import REASONING_TAGS, Tags
 from burnish.rewards.base import RewardInput
-from burnish.rewards.math.reward import MathReward
+from burnish.rewards.math.reward import MathScorer
 from burnish.rewards.model.reward import step_ends
 from burnish.rewards.model.rows import RowEncoder
 from burnish.rewards.python_code.tests import read_code
@@ -44,10 +44,10 @@ OPENED = pytest.mark.parametrize("opened", [False, True], ids=["own", "opened"])
 @pytest.fixture(scope="module")
 def answers_of() -> Iterator[Any]:
     """Score responses to a label."""
-    rewards: list[MathReward] = []
+    rewards: list[MathScorer] = []
 
     def score(tokenizer: Any, items: list[RewardInput]) -> list[float]:
-        rewards.append(MathReward(tokenizer=tokenizer))
+        rewards.append(MathScorer(tokenizer=tokenizer))
         return rewards[-1].score(items)
 
     yield score

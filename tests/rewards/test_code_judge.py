@@ -14,8 +14,8 @@ import pytest
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.rewards.base import SampleError
 from burnish.rewards.labels import LabelError
-from burnish.rewards.python_code.config import PythonCodeReward as Config
-from burnish.rewards.python_code.reward import PythonCodeReward
+from burnish.rewards.python_code.config import PythonCodeReward
+from burnish.rewards.python_code.reward import PythonCodeScorer
 from burnish.rewards.python_code.tests import read_tests
 from burnish.sandbox.base import SandboxError
 from burnish.sandbox.make import check_sandbox
@@ -28,20 +28,20 @@ WRONG = "def f(x): return x"
 
 
 @pytest.fixture(scope="module")
-def reward() -> Iterator[PythonCodeReward]:
+def reward() -> Iterator[PythonCodeScorer]:
     try:
         check_sandbox(BubblewrapSandbox())
     except SandboxError as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
-    made = PythonCodeReward(Config(score="share", test_timeout_s=1, timeout_s=30))
+    made = PythonCodeScorer(PythonCodeReward(score="share", test_timeout_s=1, timeout_s=30))
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def scores(reward: PythonCodeReward) -> Scores:
+def scores(reward: PythonCodeScorer) -> Scores:
     """``scores(code, labels)``: share of the tests that the code passes, for each label."""
     return lambda code, labels: reward.score(
         [item_of(f"```python\n{code}\n```\n", label) for label in labels]
@@ -291,7 +291,7 @@ def test_wrong_code_gets_nothing_in_any_form(scores: Scores, name: str) -> None:
     assert scores(program, [[{"input": "7", "output": "21"}]]) == [0]
 
 
-def test_operators_of_objects_of_the_code_forge_nothing(reward: PythonCodeReward) -> None:
+def test_operators_of_objects_of_the_code_forge_nothing(reward: PythonCodeScorer) -> None:
     labels = [
         "with f(7) as y:\n    assert y == 21",
         "assert 21 in f(7)",
@@ -325,7 +325,7 @@ def test_the_forms_are_passed_by_right_code(scores: Scores) -> None:
     assert scores(program, [[{"input": "7", "output": "21"}]]) == [1]
 
 
-def test_right_code_passes_and_wrong_code_fails_as_in_python(reward: PythonCodeReward) -> None:
+def test_right_code_passes_and_wrong_code_fails_as_in_python(reward: PythonCodeScorer) -> None:
     """(The relation ``code_passes_as_in_python`` compares the same pairs with python3.)"""
     pairs = read_pairs()
     right = reward.score([item_of(f"```python\n{p.right}\n```", p.tests) for p in pairs])
@@ -361,7 +361,7 @@ FORGED_MESSAGES = {
 }
 
 
-def test_forged_containers_give_nothing(reward: PythonCodeReward) -> None:
+def test_forged_containers_give_nothing(reward: PythonCodeScorer) -> None:
     code = (
         "import gc\ndef f(x):\n"
         "    s, = (o for o in gc.get_objects() if type(o).__name__ == 'Service')\n"
@@ -376,7 +376,7 @@ def test_forged_containers_give_nothing(reward: PythonCodeReward) -> None:
     assert reward.score(items) == [pytest.approx(0)] * len(items)
 
 
-def test_objects_that_the_tests_lend_give_nothing_else(reward: PythonCodeReward) -> None:
+def test_objects_that_the_tests_lend_give_nothing_else(reward: PythonCodeScorer) -> None:
     """Code that gets an object looks in all ways for a way to the tests' process: modules, frames,
     globals and private attributes. It returns 21 if it finds one."""
     asks = (

@@ -1,4 +1,4 @@
-"""EnvironmentReward: the prompt names the environment that scores it."""
+"""EnvironmentScorer: the prompt names the environment that scores it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from burnish.environments.make import make_environment
 from burnish.rewards.base import RewardError, RewardInput
-from burnish.rewards.environment.reward import EnvironmentReward
+from burnish.rewards.environment.reward import EnvironmentScorer
 from burnish.types import Group
 
 MakeGroup = Callable[..., Group]
@@ -45,12 +45,12 @@ def test_the_item_named_by_the_prompt_scores_the_response(make_group: MakeGroup)
     environment = make_environment("reasoning_gym", {"dataset": "chain_sum"}, size=5, seed=1)
     answer = environment.item(2)["label"]
     group = make_group(0, [f" {answer}\n", "no"], metadata={"environment": CHAIN})
-    assert EnvironmentReward().score(_items(group)) == [1.0, 0.0]
+    assert EnvironmentScorer().score(_items(group)) == [1.0, 0.0]
 
 
 def test_a_prompt_without_an_environment_is_refused_with_the_reason(make_group: MakeGroup) -> None:
     with pytest.raises(RewardError, match="sources of kind environment") as caught:
-        EnvironmentReward().score(_items(make_group(0, ["a"], source="train")))
+        EnvironmentScorer().score(_items(make_group(0, ["a"], source="train")))
     assert "'train'" in str(caught.value) and "'q:0/0'" in str(caught.value)
 
 
@@ -61,4 +61,4 @@ def test_invalid_step_results_are_refused(
     (tmp_path / "own.py").write_text(OWN)
     origin = {**CHAIN, "name": f"{tmp_path}/own.py:Own", "options": {"answer": answer}}
     with pytest.raises(RewardError, match=message):
-        EnvironmentReward().score(_items(make_group(0, ["a"], metadata={"environment": origin})))
+        EnvironmentScorer().score(_items(make_group(0, ["a"], metadata={"environment": origin})))

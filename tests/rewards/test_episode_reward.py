@@ -13,7 +13,7 @@ from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.episodes.loop import EngineCall, EpisodeResult
 from burnish.episodes.runner import FAILED, episode_sample
 from burnish.rewards.base import RewardError
-from burnish.rewards.episode.reward import EpisodeReward
+from burnish.rewards.episode.reward import EpisodeScorer
 from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Completion, VersionSpan
 from burnish.transcript import Episode, EpisodeStatus, Turn
@@ -37,7 +37,7 @@ def sample(
 
 
 def score(
-    reward: EpisodeReward, samples: Sequence[Sample], **shaping: float
+    reward: EpisodeScorer, samples: Sequence[Sample], **shaping: float
 ) -> tuple[list[float], dict[str, float]]:
     rewards = RewardSet(
         [(reward, 1.0)],
@@ -53,7 +53,7 @@ def score(
 def test_an_episode_that_ended_without_its_reward_is_a_failure(per_turn: bool) -> None:
     """A wrong name, an agent that returned None, an environment that gives nothing."""
     found, right = {"found": 1.0}, {"rigth": 1.0}
-    named = EpisodeReward("right", name="r", per_turn=per_turn)
+    named = EpisodeScorer("right", name="r", per_turn=per_turn)
     for episode, says in ((sample(right), "nearest: rigth"), (sample({}, {}), "returned None")):
         with pytest.raises(NoGroupLeftError, match=says):
             score(named, [episode])
@@ -66,14 +66,14 @@ def test_an_episode_that_ended_without_its_reward_is_a_failure(per_turn: bool) -
     rewards, stats = score(named, [sample(right), sample(found, {"right": 0.5}), sample({})])
     assert rewards == [0.5] and stats["reward/groups_dropped"] == 2
     with pytest.raises(NoGroupLeftError, match="gave none in any step"):
-        score(EpisodeReward(None, name="r", per_turn=per_turn), [sample({}, {})])
-    assert score(EpisodeReward(None, name="r"), [sample(found, {}, right)])[0] == [2.0]
+        score(EpisodeScorer(None, name="r", per_turn=per_turn), [sample({}, {})])
+    assert score(EpisodeScorer(None, name="r"), [sample(found, {}, right)])[0] == [2.0]
 
 
 def test_an_episode_that_a_limit_ended_may_lack_its_reward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reward = EpisodeReward("right", name="r")
+    reward = EpisodeScorer("right", name="r")
     limits = [status for status in SCORED if status != "done"]
     assert len(SCORED) + len(FAILED) + 1 == 10  # and prompt_too_long, which has no calls
     with caplog.at_level(logging.WARNING):
@@ -105,7 +105,7 @@ def test_names_that_no_entry_lists_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A misspelled name is in the sum of all rewards, or in none."""
-    scorer = EpisodeReward(reward, name="r", listed=listed)
+    scorer = EpisodeScorer(reward, name="r", listed=listed)
     with caplog.at_level(logging.WARNING):
         for rewards in [*episodes, *episodes]:
             score(scorer, [sample(rewards)])
@@ -118,7 +118,7 @@ def test_only_two_statuses_are_truncations(cut: bool) -> None:
     """The last call of an agent may be cut at its own limit, as that of a classifier is."""
     found = {
         status: score(
-            EpisodeReward(None, name="r"),
+            EpisodeScorer(None, name="r"),
             [sample({"x": 1.0}, status=status, cut=cut)],
             truncation_penalty=0.25,
         )

@@ -1,4 +1,4 @@
-"""FunctionReward: the parameter names determine the arguments of a function."""
+"""FunctionScorer: the parameter names determine the arguments of a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from burnish.rewards.base import RewardError, RewardInput
-from burnish.rewards.function.reward import FunctionReward, OpenRLHFReward
+from burnish.rewards.function.reward import FunctionScorer, OpenRLHFScorer
 from burnish.rewards.reward_set import _call, _Failure
 from burnish.transcript import Episode, Turn
 from burnish.types import Group
@@ -28,7 +28,7 @@ def items(make_group: MakeGroup) -> list[RewardInput]:
 
 
 def _score(function: Callable[..., Any], items: list[RewardInput]) -> Any:
-    reward = FunctionReward(function, name="f")
+    reward = FunctionScorer(function, name="f")
     try:
         return reward.score(items)
     finally:
@@ -104,7 +104,7 @@ def test_what_a_function_changes_reaches_nothing_else(
     else:
         items = [replace(item, sample=replace(item.sample, episode=None)) for item in items]
         before = repr(items)
-        reward = OpenRLHFReward(f"openrlhf:{__file__}", name="f", tokenizer=None)
+        reward = OpenRLHFScorer(f"openrlhf:{__file__}", name="f", tokenizer=None)
         assert reward.score(items) == [0, 0]
         reward.close()
     assert repr(items) == before
@@ -150,7 +150,7 @@ def test_every_call_uses_the_same_loop_and_close_ends_its_thread(items: list[Rew
         loops.append(asyncio.get_running_loop())
         return 1.0
 
-    reward = FunctionReward(f, name="looped")
+    reward = FunctionScorer(f, name="looped")
     reward.score(items)
     reward.score(items)
     assert len(set(map(id, loops))) == 1
@@ -191,7 +191,7 @@ def test_a_function_that_calls_exit_does_not_end_the_process(
     function: Callable[..., Any], said: str, items: list[RewardInput]
 ) -> None:
     """Its run would end with the function's exit code, without a word and without a checkpoint."""
-    reward = FunctionReward(function, name="f")
+    reward = FunctionScorer(function, name="f")
     failed = _call(reward, items)
     reward.close()
     assert isinstance(failed, _Failure) and said in failed.message and "q:0/0" in failed.message
@@ -231,14 +231,14 @@ def test_wrong_parameters_are_refused_with_the_accepted_names(
     function: Callable[..., Any], message: str
 ) -> None:
     with pytest.raises(RewardError) as caught:
-        FunctionReward(function, name="f")
+        FunctionScorer(function, name="f")
     assert message in str(caught.value) and "prompts, responses, labels" in str(caught.value)
     assert "test_function_reward.py:" in str(caught.value)
 
 
 def test_a_value_that_is_not_callable_is_refused() -> None:
     with pytest.raises(RewardError, match="expected a function"):
-        FunctionReward(3, name="f")  # type: ignore[arg-type]
+        FunctionScorer(3, name="f")  # type: ignore[arg-type]
 
 
 def test_settings_bound_by_partial_are_not_parameters(items: list[RewardInput]) -> None:

@@ -1,4 +1,4 @@
-"""MathReward: equality as mathematics, in processes that can be lost."""
+"""MathScorer: equality as mathematics, in processes that can be lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.math import reward as math_reward
-from burnish.rewards.math.reward import MathReward
+from burnish.rewards.math.reward import MathScorer
 from burnish.rewards.math.text import judge, read_label
 from burnish.rewards.reward_set import RewardSet
 from burnish.types import Group
@@ -51,8 +51,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[MathReward]:
-    reward = MathReward(timeout_s=30.0)  # CPU seconds; no comparison with it is meant to time out
+def shared() -> Iterator[MathScorer]:
+    reward = MathScorer(timeout_s=30.0)  # CPU seconds; no comparison with it is meant to time out
     yield reward
     reward.close()
 
@@ -74,13 +74,13 @@ def _items(group: Group) -> list[RewardInput]:
     ],
 )
 def test_equal_as_mathematics_is_1_and_anything_else_0(
-    label: Any, right: str, wrong: str, shared: MathReward, make_group: MakeGroup
+    label: Any, right: str, wrong: str, shared: MathScorer, make_group: MakeGroup
 ) -> None:
     assert shared.score(_items(make_group(0, [right, wrong], label=label))) == [1.0, 0.0]
 
 
 def test_more_than_97_of_100_answers_are_scored_as_by_a_person(
-    shared: MathReward, make_group: MakeGroup
+    shared: MathScorer, make_group: MakeGroup
 ) -> None:
     """All pairs but those that are listed as known to differ agree. Every pair that is fixed has
     to be taken from that list."""
@@ -94,7 +94,7 @@ def test_more_than_97_of_100_answers_are_scored_as_by_a_person(
 
 
 def test_adversarially_slow_text_is_parsed_in_one_pass(
-    shared: MathReward, make_group: MakeGroup
+    shared: MathScorer, make_group: MakeGroup
 ) -> None:
     """Tens of thousands of unclosed openings: quadratic scans would take minutes."""
     hostile = [r"\boxed{" * 50_000, "answer is " * 50_000, "####" * 50_000, "$" * 50_000]
@@ -108,7 +108,7 @@ def test_adversarially_slow_text_is_parsed_in_one_pass(
 def test_words_are_compared_as_text_and_this_is_logged_once(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reward = MathReward()
+    reward = MathScorer()
     items = _items(make_group(0, [r"\boxed{Monday}", "on Friday"], label="Monday"))
     assert [reward.score(items), reward.score(items)] == [[1.0, 0.0], [1.0, 0.0]]
     assert [r.getMessage()[:62] for r in caplog.records] == [
@@ -131,7 +131,7 @@ def test_words_are_compared_as_text_and_this_is_logged_once(
     ],
 )
 def test_an_empty_label_is_a_failure_and_not_0(
-    label: Any, message: str, shared: MathReward, make_group: MakeGroup
+    label: Any, message: str, shared: MathScorer, make_group: MakeGroup
 ) -> None:
     with pytest.raises(RewardError, match=message) as caught:
         shared.score(_items(make_group(0, ["3"], label=label)))
@@ -141,7 +141,7 @@ def test_an_empty_label_is_a_failure_and_not_0(
 def test_a_hung_comparison_is_0_counted_and_its_worker_replaced(
     make_group: MakeGroup, started: list[subprocess.Popen[str]]
 ) -> None:
-    reward = MathReward(timeout_s=0.5)
+    reward = MathScorer(timeout_s=0.5)
     rewards = RewardSet(
         [(reward, 1.0)],
         on_failure=FailurePolicy(),
@@ -161,7 +161,7 @@ def test_a_hung_comparison_is_0_counted_and_its_worker_replaced(
 def test_a_worker_that_is_killed_is_counted_as_an_error_and_replaced(
     make_group: MakeGroup, started: list[subprocess.Popen[str]]
 ) -> None:
-    reward = MathReward(timeout_s=30.0)
+    reward = MathScorer(timeout_s=30.0)
     try:
         assert reward.score(_items(make_group(0, ["1"], label="1"))) == [1.0]
         started[0].kill()
@@ -204,7 +204,7 @@ HOSTILE = (
 @pytest.mark.slow
 def test_hostile_answers_score_0_and_the_next_right_one_1(make_group: MakeGroup) -> None:
     assert len(HOSTILE) >= 50
-    reward = MathReward(timeout_s=0.5)
+    reward = MathScorer(timeout_s=0.5)
     try:
         scores = reward.score(_items(make_group(0, [*HOSTILE, r"\boxed{7}"], label="7")))
     finally:
@@ -216,7 +216,7 @@ def test_hostile_answers_score_0_and_the_next_right_one_1(make_group: MakeGroup)
 def test_a_worker_has_a_limit_of_memory(
     make_group: MakeGroup, started: list[subprocess.Popen[str]]
 ) -> None:
-    reward = MathReward()
+    reward = MathScorer()
     try:
         assert reward.score(_items(make_group(0, ["1"], label="1"))) == [1.0]
         limit = psutil.Process(started[0].pid).rlimit(psutil.RLIMIT_AS)
@@ -228,7 +228,7 @@ def test_a_worker_has_a_limit_of_memory(
 def test_close_ends_every_process_and_scoring_again_starts_new_ones(
     make_group: MakeGroup, started: list[subprocess.Popen[str]]
 ) -> None:
-    reward = MathReward(num_workers=2, timeout_s=30.0)
+    reward = MathScorer(num_workers=2, timeout_s=30.0)
     items = _items(make_group(0, ["1", "2", "1"], label="1"))
     assert reward.score(items) == [1.0, 0.0, 1.0]
     assert len(started) == 2 and all(process.poll() is None for process in started)

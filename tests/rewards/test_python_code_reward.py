@@ -14,8 +14,8 @@ import yaml
 from burnish.config.sandbox import BubblewrapSandbox, UnsafeSubprocessSandbox
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.python_code import reward as module
-from burnish.rewards.python_code.config import PythonCodeReward as Config
-from burnish.rewards.python_code.reward import PythonCodeReward
+from burnish.rewards.python_code.config import PythonCodeReward
+from burnish.rewards.python_code.reward import PythonCodeScorer
 from burnish.rewards.python_code.tests import read_code
 from burnish.sandbox import bubblewrap
 from burnish.sandbox.base import SandboxError
@@ -36,20 +36,20 @@ def item_of(response: str, label: Any, **metadata: Any) -> RewardInput:
 
 
 @pytest.fixture(scope="module")
-def reward() -> Iterator[PythonCodeReward]:
+def reward() -> Iterator[PythonCodeScorer]:
     try:
         check_sandbox(BubblewrapSandbox())
     except SandboxError as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
-    made = PythonCodeReward(Config(score="share", test_timeout_s=1, timeout_s=30))
+    made = PythonCodeScorer(PythonCodeReward(score="share", test_timeout_s=1, timeout_s=30))
     yield made
     made.close()
 
 
 @pytest.fixture
-def share(reward: PythonCodeReward) -> Score:
+def share(reward: PythonCodeScorer) -> Score:
     """``share(code, label, **metadata)``: share of the tests that the code passes."""
 
     def score(code: str, label: Any, **metadata: Any) -> float:
@@ -313,7 +313,7 @@ def test_results_cannot_be_forged(share: Score, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_ends_or_hangs_fails_alone(reward: PythonCodeReward, share: Score) -> None:
+def test_what_ends_or_hangs_fails_alone(reward: PythonCodeScorer, share: Score) -> None:
     code = (
         "import os, time\ndef f(x):\n    if x == 1: time.sleep(600)\n    if x == 2: os._exit(0)\n"
     )
@@ -330,7 +330,7 @@ def test_what_ends_or_hangs_fails_alone(reward: PythonCodeReward, share: Score) 
 
 def test_all_or_nothing_and_what_is_counted() -> None:
     """Shares: 2 of 2; 1 of 3, because the second test fails and the third is not run; no code."""
-    made = PythonCodeReward(Config())
+    made = PythonCodeScorer(PythonCodeReward())
     try:
         fenced = f"```python\n{ADD}\n```"
         found = made.score([
@@ -366,7 +366,7 @@ def test_all_or_nothing_and_what_is_counted() -> None:
     ],
 )
 def test_a_bad_label_is_an_error_of_its_own_row(
-    reward: PythonCodeReward, label: Any, says: str
+    reward: PythonCodeScorer, label: Any, says: str
 ) -> None:
     good = item_of(f"```\n{ADD}\n```", ["assert f(1, 2) == 3"])
     bad = item_of(f"```\n{ADD}\n```", label)
@@ -378,9 +378,9 @@ def test_the_recipe_of_the_documentation_is_valid() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml code\n(.*?)```", page, re.DOTALL)
     (entry,) = yaml.safe_load(text)["rewards"]
-    config = Config(**entry)
+    config = PythonCodeReward(**entry)
     assert config.sandbox.max_concurrent == 16 and not config.broken_rules()
-    assert "limit of all tests" in Config(timeout_s=1).broken_rules()[0]
+    assert "limit of all tests" in PythonCodeReward(timeout_s=1).broken_rules()[0]
 
 
 def test_where_the_code_is() -> None:
@@ -394,16 +394,16 @@ def test_where_the_code_is() -> None:
 def test_no_sandbox_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     with pytest.raises(RewardError, match="reward 'python_code': bubblewrap is not installed"):
-        PythonCodeReward(Config())
+        PythonCodeScorer(PythonCodeReward())
 
 
 def test_a_sandbox_that_fails_is_no_score(
-    reward: PythonCodeReward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    reward: PythonCodeScorer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The judge does not begin."""
     sandbox = UnsafeSubprocessSandbox(kind="unsafe_subprocess", python="/bin/true")
     with pytest.raises(RewardError, match="programs cannot be run"):
-        PythonCodeReward(Config(sandbox=sandbox))
+        PythonCodeScorer(PythonCodeReward(sandbox=sandbox))
     broken = tmp_path / "judge.py"
     broken.write_text("raise SystemExit('no prctl')")
     monkeypatch.setattr(module, "_JUDGE", broken)

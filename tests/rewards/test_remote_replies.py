@@ -11,10 +11,10 @@ import pytest
 
 from burnish.rewards.base import RewardInput, SampleError
 from burnish.rewards.remote.client import read_reply
-from burnish.rewards.remote.reward import RemoteReward as Remote
+from burnish.rewards.remote.reward import RemoteScorer
 
 Serve = Callable[..., Any]
-MakeRemote = Callable[..., Remote]
+MakeRemote = Callable[..., RemoteScorer]
 Items = Callable[..., list[RewardInput]]
 Behaviour = Callable[[Any, dict[str, Any], int], None]
 
@@ -23,7 +23,7 @@ def says(body: Any, *, status: int = 200, headers: dict[str, str] | None = None)
     return lambda handler, request, number: handler.reply(body, status=status, headers=headers)
 
 
-def failure(reward: Remote, items: list[RewardInput]) -> str:
+def failure(reward: RemoteScorer, items: list[RewardInput]) -> str:
     """The error of the first item, if no item has a score."""
     scores = reward.score(items)
     assert len(scores) == len(items) and all(isinstance(s, SampleError) for s in scores)

@@ -17,7 +17,7 @@ from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.build import build_rewards
 from burnish.rewards.remote.config import RemoteReward
-from burnish.rewards.remote.reward import RemoteReward as Remote
+from burnish.rewards.remote.reward import RemoteScorer
 from burnish.rewards.reward_set import RewardSet
 from burnish.rewards.texts import prompt_and_query
 from burnish.transcript import Episode
@@ -25,7 +25,7 @@ from burnish.types import Group
 
 MakeGroup = Callable[..., Group]
 Serve = Callable[..., Any]
-MakeRemote = Callable[..., Remote]
+MakeRemote = Callable[..., RemoteScorer]
 Items = Callable[..., list[RewardInput]]
 FAIL, DROP = FailurePolicy(then="fail"), FailurePolicy(then="drop_group")
 PATH = "/get_reward"
@@ -161,7 +161,7 @@ def test_connections_are_reused(serve: Serve, remote: MakeRemote, items: Items) 
 # ---- in a reward set ----
 
 
-def reward_set(reward: Remote, policy: FailurePolicy) -> RewardSet:
+def reward_set(reward: RemoteScorer, policy: FailurePolicy) -> RewardSet:
     return RewardSet(
         [(reward, 1.0)], on_failure=policy, shaping=ShapingConfig(), generate_max_len=4
     )
@@ -289,7 +289,7 @@ def test_an_invalid_token_is_refused_without_repeating_it(
         monkeypatch.setenv("REWARD_TOKEN", value)
     config = RemoteReward(urls=("http://localhost",), token_env="REWARD_TOKEN")
     with pytest.raises(RewardError, match="REWARD_TOKEN") as caught:
-        Remote(config)
+        RemoteScorer(config)
     assert not value or not value.strip() or value not in str(caught.value)
 
 
@@ -372,5 +372,5 @@ def test_an_entry_of_a_recipe_becomes_a_reward_with_its_name() -> None:
     ((reward, weight),) = build_rewards(
         [RemoteReward(urls=("http://a/x?key=1", "http://b"), weight=0.5)]
     )
-    assert isinstance(reward, Remote) and (reward.name, weight) == ("remote", 0.5)
+    assert isinstance(reward, RemoteScorer) and (reward.name, weight) == ("remote", 0.5)
     assert reward.location == "http://a/x, http://b"

@@ -14,10 +14,10 @@ from tenacity import AsyncRetrying
 from burnish.rewards.base import RewardInput, SampleError
 from burnish.rewards.remote import client as remote_client
 from burnish.rewards.remote.client import _retry_after_s
-from burnish.rewards.remote.reward import RemoteReward as Remote
+from burnish.rewards.remote.reward import RemoteScorer
 
 Serve = Callable[..., Any]
-MakeRemote = Callable[..., Remote]
+MakeRemote = Callable[..., RemoteScorer]
 Items = Callable[..., list[RewardInput]]
 Behaviour = Callable[[Any, dict[str, Any], int], None]
 
@@ -64,7 +64,7 @@ def drips(handler: Any, request: dict[str, Any], number: int) -> None:
         handler.wfile.flush()
 
 
-def failure(reward: Remote, items: list[RewardInput]) -> str:
+def failure(reward: RemoteScorer, items: list[RewardInput]) -> str:
     """The error of the first item, if no item has a score."""
     scores = reward.score(items)
     assert len(scores) == len(items) and all(isinstance(s, SampleError) for s in scores)

@@ -15,9 +15,9 @@ from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.config.rollout import EvalConfig, pass_advice
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.rewards.base import Reward, RewardError
-from burnish.rewards.episode.reward import EpisodeReward
-from burnish.rewards.function.config import FunctionReward as FunctionConfig
-from burnish.rewards.function.reward import FunctionReward
+from burnish.rewards.episode.reward import EpisodeScorer
+from burnish.rewards.function.config import FunctionReward
+from burnish.rewards.function.reward import FunctionScorer
 from burnish.rewards.reward_set import RewardSet
 from burnish.transcript import Episode, Turn
 from burnish.types import Group
@@ -36,8 +36,8 @@ def _set(
     )
 
 
-def _reward(function: Callable[..., Any], name: str = "r") -> FunctionReward:
-    return FunctionReward(function, name=name)
+def _reward(function: Callable[..., Any], name: str = "r") -> FunctionScorer:
+    return FunctionScorer(function, name=name)
 
 
 def _constant(response: str, score: float) -> float:
@@ -229,7 +229,7 @@ def test_a_response_passes_by_the_plain_score_of_the_only_positive_weight(
     scorer = _set(*rewards)
     (group,) = scorer.score([make_group(0, ["a"])]).groups
     assert scorer.to_pass(group.samples[0]) == compared
-    configs = [FunctionConfig(weight=weight) for weight in weights]
+    configs = [FunctionReward(weight=weight) for weight in weights]
     section = EvalConfig(data=PromptDataConfig(sources=("x.jsonl",)), pass_threshold=1)
     assert any(pass_advice(section, configs)) == (max(weights) <= 0)
 
@@ -307,8 +307,8 @@ def test_rewards_of_turns_are_weighted_parts_of_the_total(make_group: MakeGroup)
     """a: 1 - 3 = -2, weight 2, per turn: 2 and -6. b: 4, weight 0.5, of the entire episode. Total
     -4 + 2, minus 0.25 for each of two tokens; the penalty belongs to no turn."""
     rewards = _set(
-        (EpisodeReward("a", name="a", per_turn=True), 2.0),
-        (EpisodeReward("b", name="b"), 0.5),
+        (EpisodeScorer("a", name="a", per_turn=True), 2.0),
+        (EpisodeScorer("b", name="b"), 0.5),
         shaping=ShapingConfig(length_penalty=0.25),
     )
     group = _played(make_group(0, ["x"]), {"a": 1.0, "b": 4.0}, {"a": -3.0})
@@ -319,7 +319,7 @@ def test_rewards_of_turns_are_weighted_parts_of_the_total(make_group: MakeGroup)
 
 def test_the_reward_of_a_turn_beyond_fp32_is_an_error(make_group: MakeGroup) -> None:
     """Although the total is 0."""
-    rewards = _set((EpisodeReward(None, name="a", per_turn=True), 2.0))
+    rewards = _set((EpisodeScorer(None, name="a", per_turn=True), 2.0))
     group = _played(make_group(0, ["x"]), {"a": 3e38}, {"a": -3e38})
     with pytest.raises(RewardError, match=r"6e\+38 is beyond fp32's range"):
         rewards.score([group])

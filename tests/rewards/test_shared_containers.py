@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from burnish.config.sandbox import UnsafeSubprocessSandbox
-from burnish.rewards.python_code.config import PythonCodeReward as PythonCodeConfig
+from burnish.rewards.python_code.config import PythonCodeReward
 from burnish.rewards.python_code.judge import Codec
-from burnish.rewards.python_code.reward import PythonCodeReward
+from burnish.rewards.python_code.reward import PythonCodeScorer
 from tests.rewards.test_python_code_reward import item_of
 
 
@@ -164,7 +164,7 @@ def test_containers_that_one_side_needs_no_more_are_forgotten() -> None:
 def score(code: str, tests: str, **options: Any) -> float:
     """Return the score of code by its tests."""
     sandbox = UnsafeSubprocessSandbox(kind="unsafe_subprocess")
-    reward = PythonCodeReward(PythonCodeConfig(sandbox=sandbox, **options))
+    reward = PythonCodeScorer(PythonCodeReward(sandbox=sandbox, **options))
     (result,) = reward.score([item_of(f"```python\n{code}\n```", tests)])
     reward.close()
     assert isinstance(result, float)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from burnish.rollout.asynchronous.schedule import Limits, Outcome, StalenessSchedule
+from burnish.rollout.asynchronous.schedule import Outcome, ScheduleLimits, StalenessSchedule
 
 RUNS = 5_000
 
@@ -24,7 +24,7 @@ RUNS = 5_000
 class Simulation:
     """A run of the schedule with random times."""
 
-    limits: Limits
+    limits: ScheduleLimits
     draw: random.Random
     outcome_of: Callable[[int], Outcome]
     schedule: StalenessSchedule = field(init=False)
@@ -79,7 +79,9 @@ class Simulation:
         else:
             schedule.finish(chosen, self.outcome_of(chosen))
 
-    def resume(self, state: dict[str, Any], steps: int, limits: Limits | None = None) -> bool:
+    def resume(
+        self, state: dict[str, Any], steps: int, limits: ScheduleLimits | None = None
+    ) -> bool:
         """Go back to a saved state, as a killed run does, with the same or other limits. Return
         whether the finished groups were kept."""
         self.limits = limits or self.limits
@@ -97,7 +99,7 @@ def simulation(seed: int, *, stale: int | None = None) -> Simulation:
     size, most = draw.randint(1, 6), draw.randint(0, 5) if stale is None else stale
     slots = draw.randint(size, (most + 1) * size)
     losses = draw.choice([0.0, 0.0, 0.2, 0.6])
-    limits = Limits(size, slots, most, draw.randint(1, 12), draw.randint(0, 3))
+    limits = ScheduleLimits(size, slots, most, draw.randint(1, 12), draw.randint(0, 3))
 
     def outcome_of(group: int) -> Outcome:
         own = random.Random(f"{seed} {group}")
@@ -140,7 +142,7 @@ def test_a_resume_with_other_limits_keeps_the_bound_and_every_group() -> None:
         state, steps = run.schedule.state_dict(), len(run.steps)
         size, most = draw.randint(1, 6), draw.randint(0, 5)
         slots = draw.randint(size, (most + 1) * size)
-        kept = run.resume(state, steps, Limits(size, slots, most, steps + 6, 3))
+        kept = run.resume(state, steps, ScheduleLimits(size, slots, most, steps + 6, 3))
         found[kept] += bool(state["ready"])
         run.ages.clear()
         while len(run.steps) < run.limits.total_steps and not run.exhausted:
@@ -209,7 +211,7 @@ def test_first_finished_is_first_trained_unless_a_deadline_is_near() -> None:
     """P = 2, S = 2, 6 slots. Groups 0 to 5 start at version 0. 4 and 5 finish first and are trained
     first. After that, 0 to 3 must be trained by the two steps that are left until their deadline,
     so groups of version 1 wait although they finish first."""
-    schedule = StalenessSchedule(Limits(2, 6, 2, 9, 0))
+    schedule = StalenessSchedule(ScheduleLimits(2, 6, 2, 9, 0))
     assert [schedule.start() for _ in range(6)] == list(range(6)) and not schedule.may_start()
     for group in (5, 4):
         schedule.finish(group, "ready")
@@ -229,7 +231,7 @@ def test_first_finished_is_first_trained_unless_a_deadline_is_near() -> None:
 def test_ready_groups_that_other_limits_make_too_old_are_sampled_again() -> None:
     """Two groups of version 0 are ready at version 2. A run that resumes with S = 1 cannot use
     them."""
-    schedule = StalenessSchedule(Limits(1, 3, 3, 9, 0))
+    schedule = StalenessSchedule(ScheduleLimits(1, 3, 3, 9, 0))
     for _ in range(3):
         schedule.finish(schedule.start(), "ready")
     for version in (1, 2):
@@ -237,9 +239,9 @@ def test_ready_groups_that_other_limits_make_too_old_are_sampled_again() -> None
         schedule.loaded(version)
     state = schedule.state_dict()
     assert state["ready"] == [[2, 0]] and state["again"] == []
-    same = StalenessSchedule(Limits(1, 3, 2, 9, 0))
+    same = StalenessSchedule(ScheduleLimits(1, 3, 2, 9, 0))
     assert same.load_state_dict(state) and same.ready == (2,)
-    other = StalenessSchedule(Limits(1, 2, 1, 9, 0))
+    other = StalenessSchedule(ScheduleLimits(1, 2, 1, 9, 0))
     assert not other.load_state_dict(state)
     assert other.frontier == 2 == other.start() and other.start() == 3
 
@@ -247,4 +249,4 @@ def test_ready_groups_that_other_limits_make_too_old_are_sampled_again() -> None
 @pytest.mark.parametrize(("slots", "stale"), [(1, 3), (9, 3)])
 def test_slots_that_cannot_keep_the_bound_are_refused(slots: int, stale: int) -> None:
     with pytest.raises(ValueError, match="use 2 to 8"):
-        StalenessSchedule(Limits(2, slots, stale, 9, 0))
+        StalenessSchedule(ScheduleLimits(2, slots, stale, 9, 0))

@@ -29,7 +29,7 @@ def main() -> None:
     import ray
 
     from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
-    from burnish.distributed.process_group import Limits
+    from burnish.distributed.process_group import CollectiveTimeouts
     from burnish.runtime.ray.connect import start_ray
     from burnish.runtime.worker import TrainWorker, WorkerInfo
 
@@ -47,7 +47,7 @@ def main() -> None:
         for rank in range(2)
     ]
     host, port = ray.get(workers[0].open_rendezvous.remote(60.0))
-    limits = Limits(call_s=60.0, pass_s=60.0)
+    limits = CollectiveTimeouts(call_s=60.0, pass_s=60.0)
     ray.get([w.join.remote(host, port, timeout_s=60.0, limits=limits) for w in workers])
     inside = ray.get(environment.remote())
     secrets = [inside["HF_TOKEN"], inside["RAY_AUTH_TOKEN"]]

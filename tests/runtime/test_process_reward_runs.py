@@ -18,7 +18,7 @@ from burnish.models.value_head import load_scalar_model
 from burnish.observe.metrics import read_metrics
 from burnish.rewards.base import RewardInput
 from burnish.rewards.model.config import ModelReward
-from burnish.rewards.model.reward import ProcessReward, load_model_reward, score_rows
+from burnish.rewards.model.reward import ProcessScorer, load_model_reward, score_rows
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.scorer import load_text_scorer
 from burnish.train.spec import EngineSpec
@@ -151,7 +151,7 @@ def test_a_response_is_scored_at_the_end_of_each_step(exported: Path, how: Any) 
     tokenizer = load_tokenizer(model)
     entry = ModelReward(model=model, step_aggregation=how)
     reward = load_model_reward(entry, tokenizer, engine_of)
-    assert isinstance(reward, ProcessReward)
+    assert isinstance(reward, ProcessScorer)
     found = reward.score([an_item(tokenizer, "1=", "2;4"), an_item(tokenizer, "3=", "4")])
     engine = reward.inner.engine
     ids = [list(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in ("1=2;", "1=2;4")]

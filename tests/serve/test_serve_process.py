@@ -23,7 +23,7 @@ from burnish.config.model import ModelConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rewards.base import RewardInput
 from burnish.rewards.remote.config import RemoteReward
-from burnish.rewards.remote.reward import RemoteReward as Remote
+from burnish.rewards.remote.reward import RemoteScorer
 from burnish.serve import reward as serving_module
 from burnish.types import Prompt, Sample
 
@@ -70,7 +70,7 @@ def items(count: int) -> list[RewardInput]:
 @pytest.mark.slow
 def test_sigterm_ends_it_with_exit_code_0(start: Any) -> None:
     process, url = start()
-    reward = Remote(RemoteReward(urls=(url,), retries=0))
+    reward = RemoteScorer(RemoteReward(urls=(url,), retries=0))
     try:
         (score,) = reward.score(items(1))
         assert isinstance(score, float)
@@ -105,7 +105,9 @@ def test_if_a_server_is_killed_the_other_one_answers(
     process, url = start("--max-wait-ms", "10000")
     with serving() as other:
         urls = (url, f"{other.url}/get_reward")
-        reward = Remote(RemoteReward(urls=urls, batch_size=2, max_concurrency=4, backoff_s=0.1))
+        reward = RemoteScorer(
+            RemoteReward(urls=urls, batch_size=2, max_concurrency=4, backoff_s=0.1)
+        )
         try:
             killer = threading.Thread(target=kill_after, args=(process, other.gate.passes))
             killer.start()

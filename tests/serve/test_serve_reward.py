@@ -24,7 +24,7 @@ from burnish.rewards.base import RewardInput
 from burnish.rewards.model.config import ModelReward
 from burnish.rewards.model.reward import load_model_reward
 from burnish.rewards.remote.config import RemoteReward
-from burnish.rewards.remote.reward import RemoteReward as Remote
+from burnish.rewards.remote.reward import RemoteScorer
 from burnish.serve.base import ServeError, ServeOptions
 from burnish.serve.guard import listener as listen
 from burnish.serve.scorer import TextScorer, load_text_scorer
@@ -111,7 +111,7 @@ def test_a_remote_reward_scores_as_the_model_in_this_process(
 
     here = load_model_reward(entry, tokenizer, make_engine).score(items)
     config = RemoteReward(urls=(f"{server.url}/get_reward",), batch_size=4)
-    remote = Remote(config, tokenizer=tokenizer)
+    remote = RemoteScorer(config, tokenizer=tokenizer)
     try:
         there = remote.score(items)
         assert remote.take_means()["num_tokens"][1] == 6

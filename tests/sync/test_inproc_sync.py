@@ -13,7 +13,7 @@ from burnish.models.load import DTYPES, load_causal_lm
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
-from burnish.sync.inproc import InprocSync
+from burnish.sync.inproc import InprocWeightSync
 from burnish.train.base import Loss
 from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import Batch
@@ -36,7 +36,7 @@ def test_a_shared_module_is_never_copied_and_its_version_follows(
     policy = make_engine(lr=0.05)
     rollout = LocalRolloutEngine(policy.model, tiny_tokenizer, LocalEngine())
     monkeypatch.setattr(rollout, "load_weights", lambda *_, **__: pytest.fail("copied"))
-    sync = InprocSync(policy, rollout)
+    sync = InprocWeightSync(policy, rollout)
     request = [Request("r", (7, 8, 9), seed=1)]
     (before,) = rollout.generate(request, Sampling(8))
     step(policy, ragged_batch, nll)
@@ -68,7 +68,7 @@ def test_staged_weights_are_those_of_their_step(  # house: ok fixtures and a par
     policy = make_engine(lr=0.05)
     model = policy.model if shared else load_causal_lm(tiny_config)
     rollout = LocalRolloutEngine(model, tiny_tokenizer, LocalEngine())
-    sync = InprocSync(policy, rollout)
+    sync = InprocWeightSync(policy, rollout)
     step(policy, ragged_batch, nll)
     staged = sync.stage("finish")
     expected = {name: tensor.clone() for name, tensor in policy.weights()}
@@ -102,7 +102,7 @@ def test_a_copy_in_another_dtype_is_updated_at_every_push(  # house: ok fixtures
     policy = make_engine(config=base.model_copy(update={"lora": lora}), dtype=train, lr=0.05)
     other = base.model_copy(update={"scratch": base.scratch.model_copy(update={"seed": 6})})
     rollout = LocalRolloutEngine(load_causal_lm(other, dtype=sample), tiny_tokenizer, LocalEngine())
-    sync = InprocSync(policy, rollout)
+    sync = InprocWeightSync(policy, rollout)
 
     def same() -> bool:
         own = dict(rollout.model.named_parameters())
@@ -124,7 +124,7 @@ def test_a_skipped_step_does_not_change_the_version(
 ) -> None:
     policy = make_engine()
     rollout = LocalRolloutEngine(policy.model, tiny_tokenizer, LocalEngine())
-    sync = InprocSync(policy, rollout)
+    sync = InprocWeightSync(policy, rollout)
 
     def bad(outputs, batch):
         from burnish.types import Stats

@@ -26,7 +26,7 @@ from burnish.config.model import LoraConfig, ModelConfig, PrecisionConfig, Scrat
 from burnish.config.preference_losses import DpoLoss, KtoLoss
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
-from burnish.distributed.process_group import CollectiveTimeoutError, Limits, RankGroup
+from burnish.distributed.process_group import CollectiveTimeoutError, CollectiveTimeouts, RankGroup
 from burnish.jobs.distill import distill_objective
 from burnish.jobs.preference import preference_objective
 from burnish.models.load import load_causal_lm
@@ -186,7 +186,7 @@ def wait_in_vain(ranks: RankGroup, store: Any) -> str:
     worker = TrainWorker(
         WorkerInfo("policy", ranks.rank, 2, "cpu", 1), MODELS["full"], PrecisionConfig()
     )
-    worker.ranks, worker.limits = ranks, Limits(call_s=60, pass_s=0.5)
+    worker.ranks, worker.limits = ranks, CollectiveTimeouts(call_s=60, pass_s=0.5)
     worker.build(
         EngineSpec(TrainRole.alone("policy", TrainConfig(), MODELS["full"])), scalar=False, seed=0
     )

@@ -22,7 +22,7 @@ from burnish.models.compiled_layers import CompiledLayers
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.models.value_head import load_scalar_model
 from burnish.optimizers.adafactor.config import Adafactor
-from burnish.optimizers.adafactor.rule import AdafactorOptimizer, Weight
+from burnish.optimizers.adafactor.rule import AdafactorOptimizer, FactoredWeight
 from burnish.train.engines import make_engine as engine_of
 from burnish.train.fsdp.engine import ShardedTrainEngine
 from burnish.train.spec import EngineSpec
@@ -230,7 +230,7 @@ def adafactor_steps(ranks: RankGroup, *, tensor_parallel: int, scale: bool) -> d
             whole = whole.chunk(groups.size, dim + 1)[groups.rank]
         each = -(-whole.shape[1] // shards.size)
         part = whole[:, shards.rank * each : (shards.rank + 1) * each]
-        parts[name] = part, Weight(part[0].clone(), shape, 0.1 * (len(shape) > 1), dim)
+        parts[name] = part, FactoredWeight(part[0].clone(), shape, 0.1 * (len(shape) > 1), dim)
     settings = Adafactor(clip_threshold=0.5, scale_parameter=scale)
     optimizer = AdafactorOptimizer([w for _, w in parts.values()], settings, tensor_parallel=groups)
     optimizer.shards, optimizer.param_groups[0]["lr"] = shards, 1e-2

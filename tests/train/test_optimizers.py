@@ -16,7 +16,7 @@ from transformers.optimization import Adafactor
 from burnish.config.model import PrecisionConfig
 from burnish.config.schedule import PolynomialLr
 from burnish.config.train import TrainConfig, optimizer_rules
-from burnish.optimizers.config import Optimizer
+from burnish.optimizers.config import OptimizerSettings
 from burnish.optimizers.muon.config import Muon
 from burnish.optimizers.muon.rule import COEFFICIENTS, hidden_matrices, orthogonalize
 from burnish.optimizers.rule import OptimizerError
@@ -188,7 +188,7 @@ def test_settings_without_effect_and_engines_that_cannot_are_refused(
     assert problem in said
 
 
-class NewOptimizer(Optimizer):
+class NewOptimizer(OptimizerSettings):
     """An optimizer without code for DeepSpeed, and without a rule of its own about engines."""
 
     kind: Literal["new"] = "new"

@@ -25,7 +25,7 @@ from burnish.data.messages import as_messages, trained_flags
 from burnish.data.notices import note
 from burnish.data.rows import (
     PLAIN_TEXT,
-    TokenRow,
+    EncodedRow,
     content_column,
     encode_exchange,
     exchange,
@@ -54,7 +54,7 @@ class SFTEncoder:
         self._config, self._tokenizer = config, tokenizer
         self._only_last = config.train_on_turns == "last"
 
-    def encode(self, row: Row, ref: RowRef) -> TokenRow:
+    def encode(self, row: Row, ref: RowRef) -> EncodedRow:
         encoded = self._encode(row)
         if not self._config.train_on_prompt:
             return encoded
@@ -62,10 +62,10 @@ class SFTEncoder:
         widened = token_row(encoded.ids, [i < end for i in range(len(encoded.ids))])
         return replace(widened, answers=encoded.answers)
 
-    def length(self, item: TokenRow) -> int:
+    def length(self, item: EncodedRow) -> int:
         return len(item.ids)
 
-    def truncate(self, item: TokenRow) -> TokenRow | None:
+    def truncate(self, item: EncodedRow) -> EncodedRow | None:
         """Truncate on the left or right. Return None if no token is left to train on.
 
         An answer that loses its beginning is not trained on; one that loses its end is.
@@ -74,7 +74,7 @@ class SFTEncoder:
             return item.without_right(self.limit)
         return item.without_left(len(item.ids) - self.limit)
 
-    def batch(self, items: Sequence[TokenRow], *, first_group: int) -> Batch:
+    def batch(self, items: Sequence[EncodedRow], *, first_group: int) -> Batch:
         """Return demonstrations as rows. Each has its own group id."""
         return rows_to_batch(
             [row.ids for row in items],
@@ -83,7 +83,7 @@ class SFTEncoder:
             group_ids=range(first_group, first_group + len(items)),
         )
 
-    def _encode(self, row: Row) -> TokenRow:
+    def _encode(self, row: Row) -> EncodedRow:
         config, tokenizer = self._config, self._tokenizer
         kind = demonstration_key(row, config)
         if config.use_tokens and kind in (config.text_key, config.response_key) and has_tokens(row):
@@ -144,7 +144,7 @@ class SFTEncoder:
         )
         return replace(encoded, answers=encoded.mask)
 
-    def _encode_text(self, text: str) -> TokenRow:
+    def _encode_text(self, text: str) -> EncodedRow:
         if not isinstance(text, str):
             raise DataError(
                 f"column {self._config.text_key!r} (text_key) holds a {type(text).__name__}, not "

@@ -14,7 +14,7 @@ from burnish.data.notices import note
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.response_rows import ResponseRows, single_responses
 from burnish.data.rows import (
-    TokenRow,
+    EncodedRow,
     column,
     is_text,
 )
@@ -34,8 +34,8 @@ _MARGIN_FIX = "correct the row, or set margin_key to a column of numbers"
 class Pair:
     """Two responses to one prompt. Both rows begin with the same ``chosen.prompt_len`` tokens."""
 
-    chosen: TokenRow
-    rejected: TokenRow
+    chosen: EncodedRow
+    rejected: EncodedRow
     margin: float | None = None
     """How much better the chosen response is. None if the data has no margin."""
 
@@ -44,7 +44,7 @@ class Pair:
 class UnpairedExample:
     """One response with its label: desirable or not."""
 
-    row: TokenRow
+    row: EncodedRow
     desirable: bool
 
 

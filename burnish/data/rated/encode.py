@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.data.rated.config import RatedDataConfig
 from burnish.data.rated.read import target_of
 from burnish.data.response_rows import ResponseRows, single_responses
-from burnish.data.rows import TokenRow
+from burnish.data.rows import EncodedRow
 from burnish.data.sources import Row, Source
 from burnish.data.stream import RowRef
 from burnish.types import Batch
@@ -22,7 +22,7 @@ from burnish.types import Batch
 class RatedExample:
     """One response with its target."""
 
-    row: TokenRow
+    row: EncodedRow
     target: tuple[float, ...] | int
     """Scores in the order of the outputs, or the index of the class."""
 

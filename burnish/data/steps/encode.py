@@ -35,7 +35,7 @@ HARD_LABELS = {
 
 
 @dataclass(frozen=True)
-class Solution:
+class EncodedSolution:
     """Token ids of prompt and steps. ``ends[k]`` is the index of the last token of step k."""
 
     ids: Sequence[int]
@@ -57,7 +57,7 @@ class StepsEncoder:
         self._config, self._tokenizer = config, tokenizer
         self._warned = False
 
-    def encode(self, row: Row, ref: RowRef) -> Solution:
+    def encode(self, row: Row, ref: RowRef) -> EncodedSolution:
         config, tokenizer = self._config, self._tokenizer
         prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         steps, labels = self._steps(row), self._labels(row)
@@ -81,7 +81,7 @@ class StepsEncoder:
             ids, _ = encode_completion(tokenizer, ids, text, prompt=before, add_eos=last)
             before += text
             ends.append(len(ids) - 1)
-        return Solution(ids, prompt_len, ends, labels)
+        return EncodedSolution(ids, prompt_len, ends, labels)
 
     def _text(self, step: str, k: int, *, last: bool) -> str:
         """Return a step as rewards split it: the separator occurs first at its end. The ``last``
@@ -98,18 +98,18 @@ class StepsEncoder:
         behind = step.removeprefix(text).strip()
         return step if separator not in step or behind in ("", separator.strip()) else text
 
-    def length(self, item: Solution) -> int:
+    def length(self, item: EncodedSolution) -> int:
         return len(item.ids)
 
-    def truncate(self, item: Solution) -> Solution | None:
+    def truncate(self, item: EncodedSolution) -> EncodedSolution | None:
         """Truncate the prompt on the left. Return None if no prompt token would be left."""
         excess = len(item.ids) - self.limit
         if excess >= item.prompt_len:
             return None
         ends = [end - excess for end in item.ends]
-        return Solution(item.ids[excess:], item.prompt_len - excess, ends, item.labels)
+        return EncodedSolution(item.ids[excess:], item.prompt_len - excess, ends, item.labels)
 
-    def batch(self, items: Sequence[Solution], *, first_group: int) -> Batch:
+    def batch(self, items: Sequence[EncodedSolution], *, first_group: int) -> Batch:
         """Return solutions as rows. Each has its own group id."""
         batch = steps_to_batch(
             [item.ids for item in items],

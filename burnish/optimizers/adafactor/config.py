@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from burnish.config.train_engines import TorchEngine, TrainEngineFacts
-from burnish.optimizers.config import Optimizer, StepBuffer, WeightShape
+from burnish.optimizers.config import OptimizerSettings, StepBuffer, WeightShape
 
 
-class Adafactor(Optimizer):
+class Adafactor(OptimizerSettings):
     """Adafactor (arXiv 1804.04235) as in transformers: row and column means of the squared
     gradient, without momentum; about 4 bytes per row and column of a matrix."""
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.tensor_files import Rows
 from burnish.optimizers.adafactor.config import Adafactor
-from burnish.optimizers.rule import RuleInputs, ShardedOptimizer, StateShard, UpdateRule
+from burnish.optimizers.rule import RuleInputs, ShardedRule, StateShard, UpdateRule
 
 
 def make_rules(config: Adafactor, inputs: RuleInputs) -> list[UpdateRule]:
     """Return the rule that steps every parameter."""
     tp_plan = inputs.tp_plan
     weights = [
-        Weight(
+        FactoredWeight(
             t.master,
             t.shape,
             weight_decay=inputs.train.weight_decay if t.parameter.ndim >= 2 else 0.0,
@@ -63,7 +63,7 @@ SMALLEST_RMS = 1e-3
 
 
 @dataclass(frozen=True)
-class Weight:
+class FactoredWeight:
     """One parameter that Adafactor trains."""
 
     master: Tensor
@@ -85,7 +85,7 @@ class Weight:
         return len(self.shape) - 1
 
 
-class AdafactorOptimizer(ShardedOptimizer):
+class AdafactorOptimizer(ShardedRule):
     """Adafactor over weights that may be sharded. Implements torch's interface for its ``state``.
 
     FSDP2 splits dimension 0 over :attr:`shards`. State of a matrix on a rank: ``exp_avg_sq_row`` of
@@ -94,7 +94,7 @@ class AdafactorOptimizer(ShardedOptimizer):
 
     def __init__(
         self,
-        weights: Sequence[Weight],
+        weights: Sequence[FactoredWeight],
         settings: Adafactor,
         *,
         tensor_parallel: RankGroup = SINGLE,
@@ -135,9 +135,9 @@ class AdafactorOptimizer(ShardedOptimizer):
                 weight.master.add_(weight.master, alpha=-weight.weight_decay * float(lr))
             weight.master.sub_(update)
 
-    def _average_squares(self, weights: Sequence[Weight]) -> None:
+    def _average_squares(self, weights: Sequence[FactoredWeight]) -> None:
         """Add the squared gradients to their moving averages."""
-        sums: list[tuple[Weight, int | None, Tensor]] = []
+        sums: list[tuple[FactoredWeight, int | None, Tensor]] = []
         for weight in weights:
             assert weight.master.grad is not None
             square = weight.master.grad.square().add_(self.settings.grad_eps)
@@ -152,12 +152,12 @@ class AdafactorOptimizer(ShardedOptimizer):
             kind = "exp_avg_sq_row" if dim == weight.columns else "exp_avg_sq_col"
             self._average(weight, kind, total.div_(weight.shape[dim]))
 
-    def _average(self, weight: Weight, kind: str, new: Tensor) -> None:
+    def _average(self, weight: FactoredWeight, kind: str, new: Tensor) -> None:
         state = self.state[weight.master]
         decay = 1.0 - math.pow(state["step"], self.settings.decay_rate)
         state[kind].mul_(decay).add_(new, alpha=1.0 - decay)
 
-    def _means_of_rows(self, weights: Sequence[Weight]) -> dict[Tensor, Tensor]:
+    def _means_of_rows(self, weights: Sequence[FactoredWeight]) -> dict[Tensor, Tensor]:
         """Return the mean of ``exp_avg_sq_row`` over all rows of each matrix."""
         sums = [
             (w, w.columns - 1, self.state[w.master]["exp_avg_sq_row"].sum(-1, keepdim=True))
@@ -166,7 +166,7 @@ class AdafactorOptimizer(ShardedOptimizer):
         self._sum_over_ranks(sums)
         return {w.master: total.div_(w.shape[dim]) for w, dim, total in sums}
 
-    def _update(self, weight: Weight, mean_of_rows: Tensor | None) -> Tensor:
+    def _update(self, weight: FactoredWeight, mean_of_rows: Tensor | None) -> Tensor:
         """Return the gradient over the root of its estimated mean square: for a matrix
         R C / mean(R), from the averages R of rows and C of columns."""
         state, grad = self.state[weight.master], weight.master.grad
@@ -176,7 +176,9 @@ class AdafactorOptimizer(ShardedOptimizer):
         row = (state["exp_avg_sq_row"] / mean_of_rows).rsqrt_().unsqueeze(-1)
         return torch.mul(row, state["exp_avg_sq_col"].unsqueeze(-2).rsqrt()).mul_(grad)
 
-    def _rms(self, weights: Sequence[Weight], square_sums: Sequence[Tensor]) -> list[Tensor]:
+    def _rms(
+        self, weights: Sequence[FactoredWeight], square_sums: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Return root mean squares over full weights, from the sums of squares of local parts."""
         self._sum_over_ranks([(w, None, t) for w, t in zip(weights, square_sums, strict=True)])
         return [
@@ -184,7 +186,7 @@ class AdafactorOptimizer(ShardedOptimizer):
             for w, total in zip(weights, square_sums, strict=True)
         ]
 
-    def _sum_over_ranks(self, sums: Sequence[tuple[Weight, int | None, Tensor]]) -> None:
+    def _sum_over_ranks(self, sums: Sequence[tuple[FactoredWeight, int | None, Tensor]]) -> None:
         """Add sums over dimension ``dim`` (None: all dimensions) of local parts of weights, in
         place, over the ranks that split that dimension."""
         self.shards.all_reduce_([total for _, dim, total in sums if dim in (None, 0)])

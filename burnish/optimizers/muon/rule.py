@@ -28,7 +28,7 @@ from burnish.optimizers.muon.config import Muon
 from burnish.optimizers.rule import (
     OptimizerError,
     RuleInputs,
-    ShardedOptimizer,
+    ShardedRule,
     UpdateRule,
     embedding_names,
 )
@@ -177,7 +177,7 @@ class Matrix:
         return sum(map(bool, self.counts)) == 1 if self.counts else self.stacked
 
 
-class MuonOptimizer(ShardedOptimizer):
+class MuonOptimizer(ShardedRule):
     """Muon over matrices that may be sharded. Implements torch's interface for its ``state``."""
 
     def __init__(

@@ -8,11 +8,11 @@ from burnish.environments.base import StepResult
 from burnish.environments.make import make_environment
 from burnish.rewards.base import RewardInput, SampleError, late
 from burnish.rewards.build import RewardInputs
-from burnish.rewards.environment.config import EnvironmentReward as EnvironmentConfig
+from burnish.rewards.environment.config import EnvironmentReward
 from burnish.user_calls import CallTimeoutError, UserCalls
 
 
-class EnvironmentReward:
+class EnvironmentScorer:
     """A reward that scores each response with the environment that created its prompt.
 
     ``prompt.metadata["environment"]`` is ``{"name", "options", "size", "seed", "index"}``, written
@@ -71,5 +71,5 @@ class EnvironmentReward:
         return result.reward
 
 
-def make_reward(config: EnvironmentConfig, inputs: RewardInputs) -> EnvironmentReward:
-    return EnvironmentReward(name=inputs.name, timeout_s=config.timeout_s)
+def make_reward(config: EnvironmentReward, inputs: RewardInputs) -> EnvironmentScorer:
+    return EnvironmentScorer(name=inputs.name, timeout_s=config.timeout_s)

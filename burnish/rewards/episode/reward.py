@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from burnish.config.explain import nearest
 from burnish.rewards.base import RewardInput, SampleError
 from burnish.rewards.build import RewardInputs
-from burnish.rewards.episode.config import EpisodeReward as EpisodeConfig
+from burnish.rewards.episode.config import EpisodeReward
 from burnish.transcript import Episode, Turn
 
 log = logging.getLogger("burnish")
@@ -28,7 +28,7 @@ _MOST_NAMES = 50
 """Names after which further ones are not logged."""
 
 
-class EpisodeReward:
+class EpisodeScorer:
     """The sum of an environment's rewards over the turns of an episode."""
 
     def __init__(
@@ -149,7 +149,7 @@ class EpisodeReward:
         """Do nothing."""
 
 
-def make_reward(config: EpisodeConfig, inputs: RewardInputs) -> EpisodeReward:
-    listed = [e.reward for e in inputs.entries if isinstance(e, EpisodeConfig)]
+def make_reward(config: EpisodeReward, inputs: RewardInputs) -> EpisodeScorer:
+    listed = [e.reward for e in inputs.entries if isinstance(e, EpisodeReward)]
     names = [reward for reward in listed if reward is not None]
-    return EpisodeReward(config.reward, name=inputs.name, per_turn=config.per_turn, listed=names)
+    return EpisodeScorer(config.reward, name=inputs.name, per_turn=config.per_turn, listed=names)

@@ -1,6 +1,6 @@
 """A user's Python function as a reward: one response or a batch, sync or async.
 
-:class:`OpenRLHFReward` runs a reward file of OpenRLHF (``--reward.remote_url path/to/file.py``) as
+:class:`OpenRLHFScorer` runs a reward file of OpenRLHF (``--reward.remote_url path/to/file.py``) as
 it is. The file defines ``reward_func(queries, prompts, labels, **kwargs)``. It returns one reward
 per query, as a tensor or list, or a mapping ``{"rewards", "scores", "extra_logs"}``.
 """
@@ -22,7 +22,7 @@ from burnish.environments.importing import LoadError, load_object
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import Reward, RewardError, RewardInput, SampleError, late
 from burnish.rewards.build import RewardInputs
-from burnish.rewards.function.config import FunctionReward as FunctionConfig
+from burnish.rewards.function.config import FunctionReward
 from burnish.rewards.remote.client import ReplyLogs, checked_reply
 from burnish.rewards.texts import prompt_and_query
 from burnish.transcript import plain
@@ -53,7 +53,7 @@ _ACCEPTED = (
 )
 
 
-class FunctionReward:
+class FunctionScorer:
     """A Python function as a reward.
 
     ``f(prompt, response, label)`` returns one number, ``f(prompts, responses, labels)`` a list. The
@@ -210,7 +210,7 @@ def location_of(function: Any) -> str:
         return f"{label} of {target.__module__}"
 
 
-class OpenRLHFReward:
+class OpenRLHFScorer:
     """Scores with ``reward_func`` of a file of OpenRLHF.
 
     ``queries`` are the texts of prompt and response with special tokens, ``labels`` the labels, or
@@ -306,12 +306,12 @@ def _numbers(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def make_reward(config: FunctionConfig, inputs: RewardInputs) -> Reward:
+def make_reward(config: FunctionReward, inputs: RewardInputs) -> Reward:
     """Return the reward of the function that the caller passed, else of the one that the recipe
     names. Raises RewardError if it cannot be loaded."""
     name, timeout_s, function = inputs.name, config.timeout_s, inputs.function
     if function is None and (config.function or "").startswith(_OPENRLHF):
-        return OpenRLHFReward(
+        return OpenRLHFScorer(
             str(config.function), name=name, tokenizer=inputs.tokenizer, timeout_s=timeout_s
         )
     if function is None:
@@ -319,4 +319,4 @@ def make_reward(config: FunctionConfig, inputs: RewardInputs) -> Reward:
             function = load_object(config.function or "")
         except LoadError as error:
             raise RewardError(f"reward {name!r}: function {error}") from error
-    return FunctionReward(function, name=name, timeout_s=timeout_s)
+    return FunctionScorer(function, name=name, timeout_s=timeout_s)

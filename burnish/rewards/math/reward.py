@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.build import RewardInputs
 from burnish.rewards.labels import LabelError
-from burnish.rewards.math.config import MathReward as MathConfig
+from burnish.rewards.math.config import MathReward
 from burnish.rewards.math.text import Ask, Label, judge, read_label
 from burnish.rewards.texts import prompt_end
 from burnish.types import Prompt
@@ -36,7 +36,7 @@ log = logging.getLogger("burnish")
 _WORKER = Path(__file__).with_name("worker.py")
 
 
-class MathReward:
+class MathScorer:
     """A reward that is 1.0 if the last answer of the response equals the label mathematically, else
     0.0.
 
@@ -200,8 +200,8 @@ class _Worker:
         return cast("dict[str, Any]", json.loads(line)) if line else None
 
 
-def make_reward(config: MathConfig, inputs: RewardInputs) -> MathReward:
-    return MathReward(
+def make_reward(config: MathReward, inputs: RewardInputs) -> MathScorer:
+    return MathScorer(
         name=inputs.name,
         timeout_s=config.timeout_s,
         num_workers=config.num_workers,

@@ -29,8 +29,7 @@ from burnish.models.load import (
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import Reward, RewardError, RewardInput, SampleError
 from burnish.rewards.build import RewardInputs
-from burnish.rewards.model.config import ModelReward as ModelRewardConfig
-from burnish.rewards.model.config import StepAggregation
+from burnish.rewards.model.config import ModelReward, StepAggregation
 from burnish.rewards.model.rows import Encode, Pair, reward_encoder
 from burnish.train.base import TrainEngine
 from burnish.train.spec import EngineSpec
@@ -38,7 +37,7 @@ from burnish.train.torch.engine import TorchTrainEngine
 from burnish.types import rows_to_batch, steps_to_batch
 
 
-class ModelReward:
+class ModelScorer:
     """A reward that scores prompt + response with a reward model in this process.
 
     Implements ``rewards.base.Reward``.
@@ -90,7 +89,7 @@ class ModelReward:
         """Do nothing: no process was started."""
 
 
-class ProcessReward:
+class ProcessScorer:
     """A reward that scores every step of a response with a process reward model in this process.
 
     Step scores in [0, 1] are aggregated to one number, which is then normalized by the scale of
@@ -99,7 +98,7 @@ class ProcessReward:
 
     def __init__(
         self,
-        inner: ModelReward,
+        inner: ModelScorer,
         tokenizer: PreTrainedTokenizerBase,
         *,
         separator: str,
@@ -153,10 +152,10 @@ def score_rows(engine: TrainEngine, rows: Sequence[Sequence[int]]) -> list[float
 
 
 def load_model_reward(
-    config: ModelRewardConfig,
+    config: ModelReward,
     policy_tokenizer: PreTrainedTokenizerBase,
     make_engine: Callable[[EngineSpec], TrainEngine],
-) -> ModelReward | ProcessReward:
+) -> ModelScorer | ProcessScorer:
     """Load the reward model of a recipe entry, in an engine built by ``make_engine``.
 
     It scores rows like those that it was trained on: the sampled token ids if they are such a row,
@@ -173,11 +172,11 @@ def load_model_reward(
     name = config.name or "model"
     encode = reward_encoder(tokenizer, policy_tokenizer, name, continues=aggregation is not None)
     limit = num_positions(config.model)
-    reward = ModelReward(name, make_engine(spec), encode, scale, max_len=limit)
+    reward = ModelScorer(name, make_engine(spec), encode, scale, max_len=limit)
     if aggregation is None:
         return reward
     separator = str(config.step_separator or metadata["step_separator"])
-    return ProcessReward(reward, tokenizer, separator=separator, aggregation=aggregation)
+    return ProcessScorer(reward, tokenizer, separator=separator, aggregation=aggregation)
 
 
 def metadata_of(model: ModelConfig) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def metadata_of(model: ModelConfig) -> dict[str, Any]:
     return {} if model_config is None else model_config.to_dict()
 
 
-def _check_steps(config: ModelRewardConfig, metadata: Mapping[str, Any]) -> None:
+def _check_steps(config: ModelReward, metadata: Mapping[str, Any]) -> None:
     """Raise ModelError if the step settings of the recipe do not fit the model."""
     process = bool(metadata.get("process_reward"))
     if process and not (config.step_separator or metadata.get("step_separator")):
@@ -298,7 +297,7 @@ def _token_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: in
     return low
 
 
-def make_reward(config: ModelRewardConfig, inputs: RewardInputs) -> Reward:
+def make_reward(config: ModelReward, inputs: RewardInputs) -> Reward:
     if inputs.model_reward is None:
         raise RewardError(
             f"reward {inputs.name!r} is of kind model, but this job was started without "

@@ -21,7 +21,7 @@ from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.build import RewardInputs
 from burnish.rewards.labels import LabelError
-from burnish.rewards.python_code.config import PythonCodeReward as PythonCodeConfig
+from burnish.rewards.python_code.config import PythonCodeReward
 from burnish.rewards.python_code.tests import read_code, read_tests
 from burnish.rewards.texts import prompt_end
 from burnish.sandbox.base import PYTHON, Program, Result, SandboxError
@@ -42,7 +42,7 @@ class Verdict:
     timed_out: bool
 
 
-class PythonCodeReward:
+class PythonCodeScorer:
     """A reward that runs the response's code against the tests in the label.
 
     A label without usable tests is an error in the data: SampleError. ``no_code`` counts responses
@@ -56,7 +56,7 @@ class PythonCodeReward:
 
     def __init__(
         self,
-        config: PythonCodeConfig,
+        config: PythonCodeReward,
         *,
         name: str = "python_code",
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -177,8 +177,8 @@ class PythonCodeReward:
         return SampleError(self, item, f"cannot use the label: it {problem}", advice=advice)
 
 
-def make_reward(config: PythonCodeConfig, inputs: RewardInputs) -> PythonCodeReward:
-    return PythonCodeReward(config, name=inputs.name, tokenizer=inputs.tokenizer)
+def make_reward(config: PythonCodeReward, inputs: RewardInputs) -> PythonCodeScorer:
+    return PythonCodeScorer(config, name=inputs.name, tokenizer=inputs.tokenizer)
 
 
 def check_label(prompt: Prompt) -> None:

@@ -39,14 +39,14 @@ _TRANSIENT_STATUSES = (408, 425, 429)
 """Transient statuses below 500: Request Timeout, Too Early, Too Many Requests."""
 
 
-class RemoteError(BurnishError):
+class RemoteRewardError(BurnishError):
     """A request got no usable reply. The message contains the URL, the reply and what was expected.
 
     The same server would fail again, so the request is retried only on other servers.
     """
 
 
-class _TransientError(RemoteError):
+class _TransientError(RemoteRewardError):
     """A transient failure. The request may succeed later, or on another server."""
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
@@ -54,7 +54,7 @@ class _TransientError(RemoteError):
         self.retry_after_s = retry_after_s
 
 
-class _PartialError(RemoteError):
+class _PartialError(RemoteRewardError):
     """Some entries of a valid reply are not finite numbers. Another server may have them."""
 
 
@@ -122,7 +122,7 @@ class _Attempts:
 
     tried: set[str] = field(default_factory=set)
     """URLs of the servers that received it."""
-    refused: dict[str, RemoteError] = field(default_factory=dict)
+    refused: dict[str, RemoteRewardError] = field(default_factory=dict)
     """Permanent errors by server URL. These servers are not asked again."""
     partial: Reply | None = None
     """The first reply, with its bad entries filled in from other servers."""
@@ -165,7 +165,9 @@ class RewardClient:
             reraise=True,
         )
 
-    async def ask_all(self, requests: Sequence[tuple[bytes, int]]) -> list[Reply | RemoteError]:
+    async def ask_all(
+        self, requests: Sequence[tuple[bytes, int]]
+    ) -> list[Reply | RemoteRewardError]:
         """Send each (JSON body, number of expected rewards). Return its reply or its error."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._ask(body, count)) for body, count in requests]
@@ -174,17 +176,17 @@ class RewardClient:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _ask(self, body: bytes, count: int) -> Reply | RemoteError:
+    async def _ask(self, body: bytes, count: int) -> Reply | RemoteRewardError:
         retrying, attempts = self._retrying.copy(), _Attempts()  # the state of one request
         try:
             return await retrying(self._try, body, count, attempts)
-        except RemoteError as error:
+        except RemoteRewardError as error:
             if attempts.partial is not None:
                 return attempts.partial
             tries = int(retrying.statistics.get("attempt_number", 1))
             before = [str(other) for other in attempts.refused.values() if other is not error]
             tries_text = "; before that ".join([f"tried {tries} times", *before[:1]])
-            return RemoteError(f"{error} ({tries_text})") if tries > 1 else error
+            return RemoteRewardError(f"{error} ({tries_text})") if tries > 1 else error
 
     async def _try(self, body: bytes, count: int, attempts: _Attempts) -> Reply:
         async with self._slots:
@@ -199,7 +201,7 @@ class RewardClient:
                 if is_partial and self._has_untried(attempts):
                     raise _PartialError(f"{server.shown} returned no reward for some responses")
                 return reply
-            except RemoteError as error:
+            except RemoteRewardError as error:
                 self._note_failure(server, error, attempts)
                 raise
             finally:
@@ -228,7 +230,7 @@ class RewardClient:
         chosen.turn = self._turn
         return chosen
 
-    def _note_failure(self, server: _Server, error: RemoteError, attempts: _Attempts) -> None:
+    def _note_failure(self, server: _Server, error: RemoteRewardError, attempts: _Attempts) -> None:
         if not isinstance(error, _PartialError):
             retry_after_s = error.retry_after_s if isinstance(error, _TransientError) else 0.0
             now, seconds = time.monotonic(), retry_after_s or self._config.rest_s
@@ -251,7 +253,7 @@ class RewardClient:
         left = len(attempts.refused) < len(self._servers)
         if attempts.partial is not None:  # retried at once on another server, never after a wait
             return isinstance(error, _PartialError)
-        return isinstance(error, _TransientError) or (isinstance(error, RemoteError) and left)
+        return isinstance(error, _TransientError) or (isinstance(error, RemoteRewardError) and left)
 
     def _wait_s(self, state: RetryCallState) -> float:
         """Return the seconds before the next try. No wait while there are untried servers."""
@@ -288,7 +290,7 @@ class RewardClient:
             message = (
                 f"the request to {server.shown} failed ({problem}); check the url and the server"
             )
-            raise RemoteError(message) from error
+            raise RemoteRewardError(message) from error
         status = response.status_code
         if status == httpx.codes.OK:
             return data, response.headers.get("content-type", "no content type")
@@ -297,7 +299,7 @@ class RewardClient:
         if status in _TRANSIENT_STATUSES or status >= 500:
             after = _retry_after_s(response.headers.get("retry-after", ""))
             raise _TransientError(message, retry_after_s=min(after, config.max_backoff_s))
-        raise RemoteError(f"{message}. Check the url, the token, and the log of the server")
+        raise RemoteRewardError(f"{message}. Check the url, the token, and the log of the server")
 
     async def _read(self, server: _Server, response: httpx.Response) -> bytes:
         """Return the body, or its beginning if the status is not 200."""
@@ -305,7 +307,7 @@ class RewardClient:
         limit = self._config.max_reply_bytes if ok else _ERROR_BODY_BYTES
         encoding = response.headers.get("content-encoding", "identity")
         if ok and encoding != "identity":
-            raise RemoteError(
+            raise RemoteRewardError(
                 f"{server.shown} replied with content-encoding {self._excerpt(encoding)}, but "
                 "identity was requested; switch off the compression of the server or its proxy"
             )
@@ -313,7 +315,7 @@ class RewardClient:
         async for chunk in response.aiter_raw():
             data += chunk
             if len(data) > limit and ok:
-                raise RemoteError(
+                raise RemoteRewardError(
                     f"{server.shown} replied with more than max_reply_bytes={limit} bytes; "
                     "raise it, or let the server return only rewards and logs"
                 )
@@ -329,7 +331,7 @@ class RewardClient:
         except (ValueError, RecursionError) as error:
             wrong = isinstance(error, _WrongShapeError)
             problem = str(error) if wrong else f"which is not JSON ({error})"
-            raise RemoteError(
+            raise RemoteRewardError(
                 f"{server.shown} replied with {self._excerpt(data)} ({self._excerpt(kind)}), "
                 f'{problem}; expected {{"rewards": [...]}} with {count} finite '
                 f"number{'s' if count > 1 else ''}. Correct the server (docs/rewards.md)"

@@ -20,8 +20,8 @@ from burnish import secret
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.build import RewardInputs
-from burnish.rewards.remote.client import COUNTS, RemoteError, ReplyLogs, RewardClient
-from burnish.rewards.remote.config import RemoteReward as RemoteConfig
+from burnish.rewards.remote.client import COUNTS, RemoteRewardError, ReplyLogs, RewardClient
+from burnish.rewards.remote.config import RemoteReward
 from burnish.rewards.texts import prompt_and_query
 
 log = logging.getLogger("burnish")
@@ -32,7 +32,7 @@ _ADVICE = (
 )
 
 
-class RemoteReward:
+class RemoteScorer:
     """A reward that sends prompt + response to a server. Implements ``rewards.base.Reward``.
 
     A request contains at most ``batch_size`` responses. If a request gets no valid reply, only its
@@ -47,7 +47,7 @@ class RemoteReward:
 
     def __init__(
         self,
-        config: RemoteConfig,
+        config: RemoteReward,
         *,
         name: str = "remote",
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -74,7 +74,7 @@ class RemoteReward:
         answers = self._loop.run(self._client.ask_all, requests)
         scores: list[float | SampleError] = []
         for part, answer in zip(parts, answers, strict=True):
-            if isinstance(answer, RemoteError):
+            if isinstance(answer, RemoteRewardError):
                 problem = f"failed: {answer}"
                 scores += [SampleError(self, item, problem, advice=_ADVICE) for item in part]
                 continue
@@ -138,7 +138,7 @@ def read_token(variable: str) -> str:
         raise RewardError(str(error)) from error
 
 
-def check(config: RemoteConfig, key: str) -> None:
+def check(config: RemoteReward, key: str) -> None:
     """Connect to the servers of a reward, whose key in the recipe is ``key``.
 
     Without this check an unreachable server is noticed only after the first responses are sampled.
@@ -178,7 +178,7 @@ def check(config: RemoteConfig, key: str) -> None:
     )
 
 
-def _unreachable(config: RemoteConfig) -> dict[str, str]:
+def _unreachable(config: RemoteReward) -> dict[str, str]:
     """Return URL -> reason for each server that accepts no connection."""
 
     def problem(url: str) -> str | None:
@@ -196,5 +196,5 @@ def _unreachable(config: RemoteConfig) -> dict[str, str]:
         return {url: reason for url, reason in problems if reason is not None}
 
 
-def make_reward(config: RemoteConfig, inputs: RewardInputs) -> RemoteReward:
-    return RemoteReward(config, name=inputs.name, tokenizer=inputs.tokenizer)
+def make_reward(config: RemoteReward, inputs: RewardInputs) -> RemoteScorer:
+    return RemoteScorer(config, name=inputs.name, tokenizer=inputs.tokenizer)

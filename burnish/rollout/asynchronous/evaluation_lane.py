@@ -10,10 +10,10 @@ from itertools import chain
 from typing import Protocol
 
 from burnish.rollout.asynchronous.service import RolloutService
-from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.base import Completion, Request, RolloutEngine, Sampling
 
 
-class TakesRequests(Protocol):
+class RequestSink(Protocol):
     """The part of a service that samples responses."""
 
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]: ...
@@ -94,3 +94,7 @@ class ServiceEngine:
 
     def close(self) -> None:
         """Do nothing: the owner of the service closes it and the engine."""
+
+
+Sampler = RolloutEngine | ServiceEngine
+"""The engine of a runner: one that it uses alone, or one that it shares with training."""

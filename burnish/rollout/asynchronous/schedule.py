@@ -41,7 +41,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScheduleLimits:
     """Sizes and bounds of a schedule."""
 
     groups_per_step: int
@@ -67,7 +67,7 @@ class Limits:
 class StalenessSchedule:
     """Decides when groups start and which groups a step trains."""
 
-    def __init__(self, limits: Limits, *, version: int = 0) -> None:
+    def __init__(self, limits: ScheduleLimits, *, version: int = 0) -> None:
         """``version``: RL steps done before."""
         self.limits = limits
         self.taken = version

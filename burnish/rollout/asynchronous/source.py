@@ -22,10 +22,10 @@ from typing import Any, Literal
 from burnish.config.rollout import InFlight
 from burnish.data.prompts.encode import PromptStream
 from burnish.rewards.reward_set import RewardSet, ScoredGroup
-from burnish.rollout.asynchronous.schedule import Limits, StalenessSchedule, Taken
+from burnish.rollout.asynchronous.schedule import ScheduleLimits, StalenessSchedule, Taken
 from burnish.rollout.asynchronous.service import RolloutService
 from burnish.rollout.base import Sync
-from burnish.rollout.runner import Drawn, Result, Rollout, Runner
+from burnish.rollout.runner import GroupResult, Rollout, Runner, SampledGroup
 from burnish.rollout.sample_state import (
     episode_from_plain,
     episode_to_plain,
@@ -45,7 +45,7 @@ _POLL_S = 1.0
 class AsyncOptions:
     """Options of an asynchronous source."""
 
-    limits: Limits
+    limits: ScheduleLimits
     in_flight: InFlight = "recompute"
     overlaps: bool = True
     """False: sampling pauses from the moment a step has its groups until the weights are
@@ -85,7 +85,7 @@ class AsyncSource:
         self._newest_used = -1
         self._next_prompt = 0
         """Group of the next prompt of the stream."""
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, GroupResult] = {}
         self._weights: dict[int, int] = {}
         """Version of the policy (optimizer steps) -> version of the schedule (RL steps)."""
         self._error: BaseException | None = None
@@ -93,7 +93,7 @@ class AsyncSource:
         self._loading: list[Future[None]] = []
         self._started = self._stopping = False
         self._scoring = ThreadPoolExecutor(1, thread_name_prefix="rewards")
-        self._unscored: deque[tuple[Drawn, asyncio.Future[Result]]] = deque()
+        self._unscored: deque[tuple[SampledGroup, asyncio.Future[GroupResult]]] = deque()
         self._loop = runner.make_loop()
         self._weights[policy_version()] = 0
         service.after_poll = self._after_poll
@@ -130,7 +130,7 @@ class AsyncSource:
         if not self.options.overlaps:
             self.service.pause()
         rollout = self.runner.finish(results, self.options.limits.groups_per_step)
-        self.runner.check([result.drawn for result in results])
+        self.runner.check([result.sampled for result in results])
         return replace(rollout, ages=ages)
 
     def update_weights(self) -> Metrics:
@@ -298,8 +298,8 @@ class AsyncSource:
                 except Exception as error:  # raised by the step that needs the group
                     self._fail(error)
                     return
-                play = self._play(group, self._prompt_of[group])
-                self._tasks[group] = asyncio.get_running_loop().create_task(play)
+                running = self._run_group(group, self._prompt_of[group])
+                self._tasks[group] = asyncio.get_running_loop().create_task(running)
 
     def _read_prompt(self) -> int:
         """Read the next prompt and return its group."""
@@ -309,13 +309,13 @@ class AsyncSource:
         self._next_prompt += 1
         return group
 
-    async def _play(self, group: int, prompt: Prompt) -> None:
-        """Draw one group, and score it together with all others that wait for it."""
+    async def _run_group(self, group: int, prompt: Prompt) -> None:
+        """Sample one group, and score it together with all others that wait for it."""
         loop = asyncio.get_running_loop()
-        scored: asyncio.Future[Result] = loop.create_future()
+        scored: asyncio.Future[GroupResult] = loop.create_future()
         try:
-            drawn = await self.runner.draw(prompt, self.service)
-            self._unscored.append((drawn, scored))
+            sampled = await self.runner.draw(prompt, self.service)
+            self._unscored.append((sampled, scored))
             await loop.run_in_executor(self._scoring, self._score_waiting, loop)
             result = await scored
         except BaseException as error:  # raised by the step that waits for the group
@@ -339,7 +339,9 @@ class AsyncSource:
     def _score_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
         """Score the groups that wait for it, in the thread of the rewards."""
 
-        def answer(future: asyncio.Future[Result], result: Result | BaseException) -> None:
+        def answer(
+            future: asyncio.Future[GroupResult], result: GroupResult | BaseException
+        ) -> None:
             if future.done():
                 return
             if isinstance(result, BaseException):
@@ -353,15 +355,15 @@ class AsyncSource:
                 waiting.append(self._unscored.popleft())
         if not waiting:  # an earlier call scored them
             return
-        results: Sequence[Result | BaseException]
+        results: Sequence[GroupResult | BaseException]
         try:
-            results = self.runner.measure([drawn for drawn, _ in waiting])
+            results = self.runner.measure([sampled for sampled, _ in waiting])
         except BaseException as error:  # each group raises it
             results = [error] * len(waiting)
         for (_, future), result in zip(waiting, results, strict=True):
             loop.call_soon_threadsafe(answer, future, result)
 
-    def _use_up(self, taken: Taken | None) -> list[Result]:
+    def _use_up(self, taken: Taken | None) -> list[GroupResult]:
         """Return the results of a step in the order of their prompts, and forget the groups. None:
         those of all groups, too few for a step."""
         if taken is None:
@@ -393,22 +395,24 @@ class AsyncSource:
         self._scoring.submit(lambda: None).result()  # a running call of the rewards has ended then
 
 
-def _result_to_plain(result: Result) -> dict[str, Any]:
+def _result_to_plain(result: GroupResult) -> dict[str, Any]:
     """Return a ready group as a plain mapping, without its prompt."""
     assert result.measured is not None and result.measured.scores is not None
     return {
         "samples": samples_to_plain(result.measured.group.samples),
         "scores": {name: list(values) for name, values in result.measured.scores.items()},
-        "episodes": [episode_to_plain(episode) for episode in result.drawn.episodes],
+        "episodes": [episode_to_plain(episode) for episode in result.sampled.episodes],
     }
 
 
-def _result_of(plain: Mapping[str, Any], prompt: Prompt, vocab_size: int | None) -> Result:
+def _result_of(plain: Mapping[str, Any], prompt: Prompt, vocab_size: int | None) -> GroupResult:
     """Return the ready group of :func:`_result_to_plain`. Raises as ``samples_from_plain`` does."""
     samples = samples_from_plain(plain["samples"], vocab_size=vocab_size)
     group = Group(0, prompt, tuple(samples))
     episodes = tuple(episode_from_plain(episode) for episode in plain["episodes"])
-    return Result(Drawn(prompt, group, episodes), ScoredGroup(group, plain["scores"]), "ready")
+    return GroupResult(
+        SampledGroup(prompt, group, episodes), ScoredGroup(group, plain["scores"]), "ready"
+    )
 
 
 def _error_of(future: Future[None]) -> BaseException | None:

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from burnish.environments.host import Outcome, WorkerHost
+from burnish.environments.host import CallOutcome, WorkerHost
 from burnish.environments.process import as_json
 from burnish.environments.worker_set import WorkerEndedError
 
@@ -44,7 +44,7 @@ async def start_remote_worker(ray: Any, python: str | None) -> RemoteWorker:
 
 
 class RemoteWorker:
-    """A worker process in an actor. Implements ``environments.worker_set.Worker``."""
+    """A worker process in an actor. Implements ``environments.worker_set.EnvironmentWorker``."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
@@ -77,7 +77,7 @@ class RemoteWorker:
 
     async def _outcome(self, ref: Any, timeout_s: float) -> Any:
         try:
-            outcome: Outcome = await asyncio.wait_for(_result(ref), timeout_s + MARGIN_S)
+            outcome: CallOutcome = await asyncio.wait_for(_result(ref), timeout_s + MARGIN_S)
         except TimeoutError:
             self._lost = True
             why = f"the actor of its worker did not answer within {timeout_s + MARGIN_S:g} s"

@@ -26,7 +26,7 @@ from burnish.config.placement import PlacementGroupSpec
 from burnish.config.roles import free_name
 from burnish.config.sync import LinkSync, SyncConfig
 from burnish.distributed.process_group import SINGLE
-from burnish.environments.worker_set import Worker
+from burnish.environments.worker_set import EnvironmentWorker
 from burnish.observe.memory import ProcessPeaks
 from burnish.observe.timeline import Timeline, timed
 from burnish.rollout.base import RolloutEngine, Sync
@@ -158,7 +158,7 @@ class RayRuntime:
                 self.recover(lost)
         return self.phases.sync(timed(weight_sync, self.timeline, SYNC_SPANS))
 
-    async def start_worker(self, python: str | None) -> Worker:
+    async def start_worker(self, python: str | None) -> EnvironmentWorker:
         """Start a process for user code in an actor on one of the cluster's nodes."""
         return await start_remote_worker(self.cluster.ray, python)
 

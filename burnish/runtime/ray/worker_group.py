@@ -7,7 +7,7 @@ from functools import wraps
 from threading import RLock
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
-from burnish.distributed.process_group import CollectiveTimeoutError, Limits
+from burnish.distributed.process_group import CollectiveTimeoutError, CollectiveTimeouts
 from burnish.models.digest import present_weights_digest, weights_changed
 from burnish.models.load import ModelError, describe
 from burnish.oom import is_out_of_memory
@@ -94,7 +94,7 @@ class WorkerGroup:
         self.workers = self.cluster.start(self.name, TrainWorker, self.size)
         limit = self.cluster.config.start_timeout_s
         longest = self.cluster.config.call_timeout_s
-        limits = Limits(longest, min(longest, self.cluster.config.collective_timeout_s))
+        limits = CollectiveTimeouts(longest, min(longest, self.cluster.config.collective_timeout_s))
         host, port = self.gather([self.workers[0].open_rendezvous.remote(limit)], limit_s=limit)[0]
         joining = {"timeout_s": limit, "limits": limits}
         self._each(lambda w: w.join.remote(host, port, **joining), limit_s=limit)

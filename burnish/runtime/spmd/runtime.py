@@ -33,7 +33,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.launch import LaunchedRank, LaunchError, launched_rank
 from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.roles import free_name
-from burnish.distributed.process_group import Limits, RankGroup
+from burnish.distributed.process_group import CollectiveTimeouts, RankGroup
 from burnish.models.load import resolve_device
 from burnish.observe.progress import silenced
 from burnish.observe.timeline import Timeline
@@ -82,7 +82,7 @@ class Ranks:
         within ``cluster.start_timeout_s``, or if two processes have the same rank.
         """
         self.launched, self.config = rank, config
-        self.limits = Limits(config.call_timeout_s, config.collective_timeout_s)
+        self.limits = CollectiveTimeouts(config.call_timeout_s, config.collective_timeout_s)
         torch.set_num_threads(max(1, int(config.cpus_per_worker)))
         os.environ.update(rank.environment())
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ BASE = MATHS | {
     *(
         "chat_message",
         "config",
+        "data_files",
         "errors",
         "file_lock",
         "json_text",
@@ -86,7 +87,8 @@ ALLOWED: dict[str, set[str]] = {
     "tensors": set(),
     "host_copies": set(),
     "algorithms": MATHS,
-    "config": {"errors", "json_text"},
+    "config": {"errors", "json_text", "data_files"},
+    "data_files": {"errors", "json_text"},
     "distributed": BASE | {"models"},
     "optimizers": BASE | {"models", "distributed"},
     # engines and what feeds them; neighbours only where one is made of the other

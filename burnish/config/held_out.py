@@ -14,8 +14,8 @@ from burnish.config.base import Node
 from burnish.config.eval_section import EvalSection
 from burnish.config.passes import num_held_out, source_sizes
 from burnish.config.sources import SourceConfig
-from burnish.config.split_files import FilesError
 from burnish.data.config import DataConfig
+from burnish.data_files.splits import FilesError
 
 EVAL_SECTIONS = ("eval.data", "eval.sets.")
 

@@ -15,10 +15,16 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from burnish.config import arrow_files
 from burnish.config.base import Node, OlderKeys, PathText, on_off
-from burnish.config.columns import default_name, files_of, first_file, num_rows_of, splits_of_path
-from burnish.config.split_files import FilesError, left_out_line
+from burnish.data_files import arrow_files
+from burnish.data_files.reading import (
+    default_name,
+    files_of,
+    first_file,
+    num_rows_of,
+    splits_of_path,
+)
+from burnish.data_files.splits import FilesError, left_out_line
 
 
 class Copies(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from burnish.config.columns import decoded
+from burnish.data_files.reading import decoded
 from burnish.errors import BurnishError
 
 

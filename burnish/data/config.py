@@ -17,10 +17,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from burnish.config.base import Node
-from burnish.config.columns import (
-    first_row,
-    missing_columns,
-)
+from burnish.config.columns import missing_columns
 from burnish.config.forms import (
     NAMES,
     FormChoice,
@@ -30,7 +27,8 @@ from burnish.config.forms import (
     form_of,
 )
 from burnish.config.sources import SourceConfig
-from burnish.config.split_files import FilesError
+from burnish.data_files.reading import first_row
+from burnish.data_files.splits import FilesError
 
 Overlong = Literal["error", "truncate_left", "truncate_right", "drop"]
 

@@ -16,9 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from burnish.config import arrow_files
-from burnish.config.arrow_files import READ_ERRORS, ColumnarError
-from burnish.config.columns import (
+from burnish.config.explain import nearest
+from burnish.config.sources import FileSource, SourceConfig
+from burnish.data import tables
+from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
+from burnish.data_files import arrow_files
+from burnish.data_files.arrow_files import READ_ERRORS, ColumnarError
+from burnish.data_files.reading import (
     COMPRESSED,
     LARGEST_JSON,
     LINES,
@@ -29,11 +33,7 @@ from burnish.config.columns import (
     opened_lines,
     suffix_of,
 )
-from burnish.config.explain import nearest
-from burnish.config.sources import FileSource, SourceConfig
-from burnish.config.split_files import FilesError
-from burnish.data import tables
-from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
+from burnish.data_files.splits import FilesError
 from burnish.json_text import json_value
 
 R = TypeVar("R")

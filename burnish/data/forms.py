@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from burnish.chat_message import REASONING
-from burnish.config.columns import nested_value
 from burnish.config.forms import (
     ANSWER,
     COMPLETION,
@@ -46,6 +45,7 @@ from burnish.data.messages import as_messages, parsed, with_sharegpt_role, witho
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.streamed import StreamedRows
+from burnish.data_files.reading import nested_value
 
 Values = dict[str, Any]
 Messages = list[dict[str, Any]]

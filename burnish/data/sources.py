@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from burnish.config.arrow_files import READ_ERRORS
-from burnish.config.columns import is_saved_dataset
 from burnish.config.explain import nearest
 from burnish.config.sources import EnvironmentSource, HubSource, SeedSource, SourceConfig
 from burnish.data import files
 from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
 from burnish.data.files import missing_file
 from burnish.data.streamed import StreamedRows, num_first
+from burnish.data_files.arrow_files import READ_ERRORS
+from burnish.data_files.reading import is_saved_dataset
 
 __all__ = ["DataError", "Row", "Source", "first_rows", "open_source", "open_sources"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from burnish.config.arrow_files import READ_ERRORS
 from burnish.data.base import DataError, Row, Source, columnar_row
+from burnish.data_files.arrow_files import READ_ERRORS
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

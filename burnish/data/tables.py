@@ -1,5 +1,5 @@
 """Tables of columnar files: Parquet and Arrow IPC. Functions raise the errors of
-:mod:`burnish.config.arrow_files`."""
+:mod:`burnish.data_files.arrow_files`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from burnish.config.arrow_files import (
+from burnish.data_files.arrow_files import (
     SUFFIXES,
     check_positions,
     record_batches,
     row_values,
 )
-from burnish.config.arrow_files import opened as opened_batches
-from burnish.config.columns import suffix_of
+from burnish.data_files.arrow_files import opened as opened_batches
+from burnish.data_files.reading import suffix_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

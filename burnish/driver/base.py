@@ -28,11 +28,11 @@ from burnish.config import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups
 from burnish.distributed.process_group import SINGLE
 from burnish.driver.memory_monitor import MemoryMonitor
+from burnish.observe.make_trackers import open_trackers
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import close_logging, setup_logging
 from burnish.observe.public_recipe import recipe_secrets
 from burnish.observe.timeline import Timeline
-from burnish.observe.trackers import open_trackers
 from burnish.runtime.base import Runtime
 from burnish.train.base import TrainEngine
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.data.prompts.generation import OWN_COLUMNS
-from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
+from burnish.data_files.writing import ColumnError, json_line, read_lines, write_parquet
 from burnish.driver.errors import RunError
 from burnish.observe.files import create_new, replacing, write_text
 from burnish.small_files import read_small

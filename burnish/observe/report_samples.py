@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from burnish.config.arrow_files import READ_ERRORS
+from burnish.data_files.arrow_files import READ_ERRORS
 from burnish.observe.report_figures import is_finite
 from burnish.observe.samples import read_sample_file, sample_files
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from burnish.compact import IntRuns
-from burnish.config.arrow_files import record_batches
+from burnish.data_files.arrow_files import record_batches
 from burnish.observe.files import replacing
 from burnish.transcript import Episode
 from burnish.types import Group, Sample

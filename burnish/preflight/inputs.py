@@ -25,7 +25,7 @@ from burnish.environments.importing import LoadError, check_file
 from burnish.errors import BurnishError
 from burnish.models.paths import ModelError, check_path
 from burnish.observe.files import REPLAY_FILE
-from burnish.observe.trackers import check_trackers
+from burnish.observe.make_trackers import check_trackers
 from burnish.preflight.families import check_families, check_head_divisibility
 from burnish.small_files import read_small
 

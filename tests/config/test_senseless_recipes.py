@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from burnish.config import ConfigError, dump_yaml, load_config
-from burnish.config.columns import columns_of
 from burnish.config.train import better
+from burnish.data_files.reading import columns_of
 
 Recipes = dict[str, dict[str, Any]]
 

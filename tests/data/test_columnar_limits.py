@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from burnish.config import arrow_files
-from burnish.config.columns import first_row
 from burnish.config.sources import FileSource
 from burnish.data.base import DataError
 from burnish.data.files import first_rows, open_files
+from burnish.data_files import arrow_files
+from burnish.data_files.reading import first_row
 
 MB = 1 << 20
 Write = Callable[[pa.Table, Path], None]

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from burnish.config import columns
-from burnish.config.columns import first_row
 from burnish.config.sources import FileSource
 from burnish.data.base import DataError
 from burnish.data.files import first_rows, open_files
+from burnish.data_files.reading import first_row
 
 MB = 1 << 20
 ROW = b'{"a": 1}\n'

@@ -22,7 +22,7 @@ from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.generation import GenerationPrompts
 from burnish.data.selection import select
-from burnish.data.write import json_line, write_parquet
+from burnish.data_files.writing import json_line, write_parquet
 from burnish.types import Group, Sample
 
 Tok = PreTrainedTokenizerFast

@@ -20,7 +20,7 @@ from burnish.data.messages import as_messages, without_nulls
 from burnish.data.sources import DataError
 from burnish.data.steps.config import StepsDataConfig
 from burnish.data.stream import RowRef
-from burnish.data.write import json_line
+from burnish.data_files.writing import json_line
 
 CHAT_WITH_TOOLS = (
     "{{ tools or '' }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"

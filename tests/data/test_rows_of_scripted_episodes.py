@@ -26,7 +26,7 @@ from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import GivenResponses
 from burnish.data.selection import select
 from burnish.data.stream import RowRef
-from burnish.data.write import json_line, write_parquet
+from burnish.data_files.writing import json_line, write_parquet
 from burnish.rewards.base import RewardInput
 from burnish.rewards.function.reward import conversation
 from burnish.rewards.model.rows import reward_encoder

@@ -13,14 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
-from burnish.config import ConfigError, arrow_files, load_config
-from burnish.config.columns import columns_of, first_file, first_row
+from burnish.config import ConfigError, load_config
 from burnish.config.sources import EnvironmentSource, FileSource, HubSource
 from burnish.data.config import DataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import label_of
 from burnish.data.sources import DataError, Row, Source, first_rows, open_source, open_sources
-from burnish.data.write import json_line
+from burnish.data_files import arrow_files
+from burnish.data_files.reading import columns_of, first_file, first_row
+from burnish.data_files.writing import json_line
 
 ROWS = [{"prompt": "1+1=", "label": "2"}, {"prompt": "2+2=", "label": "4"}]
 

@@ -11,7 +11,7 @@ import pytest
 
 from burnish.config.sources import FileSource
 from burnish.data.sources import open_source
-from burnish.data.write import ColumnError, json_line, read_lines, write_parquet
+from burnish.data_files.writing import ColumnError, json_line, read_lines, write_parquet
 
 
 def back(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptStream, load_prompts
 from burnish.data.prompts.generation import GenerationPrompts
 from burnish.data.selection import select
-from burnish.data.write import json_line, write_parquet
+from burnish.data_files.writing import json_line, write_parquet
 from burnish.types import Batch, Group, Sample
 
 Ids = list[int]

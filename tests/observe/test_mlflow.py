@@ -15,8 +15,8 @@ import pytest
 from burnish.config import ConfigError, load_config
 from burnish.config.observe import MlflowConfig
 from burnish.observe.errors import TrackerError
+from burnish.observe.make_trackers import check_trackers
 from burnish.observe.mlflow import MlflowTracker
-from burnish.observe.trackers import check_trackers
 
 RECIPE: dict[str, Any] = {
     "job": "sft",

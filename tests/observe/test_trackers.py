@@ -16,11 +16,11 @@ import pytest
 
 from burnish.config import load_config
 from burnish.observe.errors import TrackerError
+from burnish.observe.make_trackers import check_trackers
 from burnish.observe.metrics import MetricsLog, read_metrics
 from burnish.observe.samples import write_samples
 from burnish.observe.tensorboard import TensorBoardTracker
 from burnish.observe.tracker import SampleRate, Samples, TrackerLimits, TrackerQueue, Trackers
-from burnish.observe.trackers import check_trackers
 from burnish.types import Group, Prompt, Sample
 
 LIMITS = TrackerLimits(close_timeout_s=30.0)
@@ -358,7 +358,9 @@ def test_a_missing_tensorboard_is_named_before_anything_loads(
         "observe": {"tensorboard": True},
     }
     for spec in (None, folder):
-        monkeypatch.setattr("burnish.observe.trackers.find_spec", lambda _name, spec=spec: spec)
+        monkeypatch.setattr(
+            "burnish.observe.make_trackers.find_spec", lambda _name, spec=spec: spec
+        )
         with pytest.raises(TrackerError, match=r"pip install 'burnish\[tensorboard\]'"):
             check_trackers(load_config(tree))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -7,10 +7,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from burnish.config.columns import columns_of, first_row, missing_columns, nested_value
+from burnish.config.columns import missing_columns
 from burnish.config.forms import SHAREGPT, Keys
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig
+from burnish.data_files.reading import columns_of, first_row, nested_value
 
 SHAREGPT_KEY = SHAREGPT
 """Column of ShareGPT rows that replaces ``messages``."""

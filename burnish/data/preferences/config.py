@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from burnish.config.columns import columns_of, missing_columns
+from burnish.config.columns import missing_columns
 from burnish.config.forms import Keys, Purpose
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig, RewardData
+from burnish.data_files.reading import columns_of
 
 
 class PreferenceDataConfig(DataConfig):

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from burnish.config.columns import columns_of, finite_number, first_row, missing_columns
+from burnish.config.columns import finite_number, missing_columns
 from burnish.config.forms import Keys
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig, RewardData
+from burnish.data_files.reading import columns_of, first_row
 
 ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 """Scores of HelpSteer; those that a row has are read together."""

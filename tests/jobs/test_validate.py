@@ -188,8 +188,8 @@ def test_a_new_process_reads_a_section_of_each_kind() -> None:
     model = ModelConfig.model_validate({"scratch": {}})
     lines = [json.dumps(DataSection("data", data, model).to_json()) for data in kinds]
     code = (
-        "import json, sys; from burnish.preflight.row_scan import DataSection\n"
-        "for line in sys.stdin: print(json.dumps(DataSection.from_json(json.loads(line)).to_json()))"
+        "import json, sys; from burnish.preflight.row_scan import DataSection as Section\n"
+        "for line in sys.stdin: print(json.dumps(Section.from_json(json.loads(line)).to_json()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], input="\n".join(lines), capture_output=True, text=True

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Literal, Protocol
 
 from burnish.errors import BurnishError
@@ -62,6 +63,12 @@ class CallError(BurnishError):
 def invalid(param: str | None, message: str) -> CallError:
     """Return the CallError (400) for a wrong field. ``param``: its JSON path."""
     return CallError(message, status=400, kind="invalid_request_error", param=param)
+
+
+def key_digest(key: str) -> bytes:
+    """Return a hash of a client's key. Servers compare hashes, so that no comparison depends on the
+    length of a key."""
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def well_formed(value: Any) -> Any:

@@ -11,11 +11,10 @@ import socket
 import tempfile
 from collections import OrderedDict
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from burnish.agents.calls import Backend, CallError
+from burnish.agents.calls import Backend, CallError, key_digest
 from burnish.agents.episodes import Endpoint
 from burnish.serve.base import ServeError
 
@@ -49,12 +48,12 @@ class Endpoints:
     def admit(self, backend: Backend) -> tuple[str, str]:
         """Return name and key of a new endpoint."""
         name, key = secrets.token_urlsafe(12), secrets.token_urlsafe(32)
-        self._admitted[_digest(key)] = _Admitted(name, backend)
+        self._admitted[key_digest(key)] = _Admitted(name, backend)
         return name, key
 
     def dismiss(self, key: str) -> None:
         """Close an endpoint."""
-        digest = _digest(key)
+        digest = key_digest(key)
         self._admitted[digest].backend = None
         self._closed[digest] = None
         while len(self._closed) > MAX_CLOSED:
@@ -69,17 +68,13 @@ class Endpoints:
                 "'x-api-key: KEY'"
             )
             raise CallError(message, status=401, kind="authentication_error")
-        admitted = self._admitted.get(_digest(key))
+        admitted = self._admitted.get(key_digest(key))
         if admitted is None or name not in (None, admitted.name):
             message = "the key does not belong to an episode of this address"
             raise CallError(message, status=401, kind="authentication_error")
         if admitted.backend is None:
             raise CallError("this episode has ended", status=410, kind="episode_closed")
         return admitted.backend
-
-
-def _digest(key: str) -> bytes:
-    return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 class EpisodeServer:

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from hashlib import sha256
 from hmac import compare_digest
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ from burnish.agents.calls import (
     Progress,
     check_supported,
     invalid,
+    key_digest,
 )
 from burnish.agents.replies import (
     checked_ids,
@@ -370,7 +370,9 @@ class OneModel:
     def __call__(self, key: str | None, name: str | None) -> Backend:
         """Return the backend. Raises CallError for a wrong key (401) or a path of episodes
         (404). Compares in constant time."""
-        if self.token is not None and not compare_digest(_digest(key or ""), _digest(self.token)):
+        if self.token is not None and not compare_digest(
+            key_digest(key or ""), key_digest(self.token)
+        ):
             message = (
                 "the server's token is missing or wrong; send it as 'Authorization: Bearer TOKEN' "
                 "or as 'x-api-key: TOKEN'"
@@ -380,7 +382,3 @@ class OneModel:
             message = "this server has a model, not episodes; use its address without /s/..."
             raise CallError(message, status=404, kind="not_found_error")
         return self.backend
-
-
-def _digest(key: str) -> bytes:
-    return sha256(key.encode("utf-8", "surrogatepass")).digest()

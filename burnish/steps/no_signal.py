@@ -152,9 +152,9 @@ def _equal_in_fp32(rewards: Sequence[float]) -> bool:
 def _why_equal(
     empty: Sequence[Sequence[float]], groups: Sequence[Group], rewards: RewardSet
 ) -> str:
-    takers = without_labels([group.prompt for group in groups], rewards)
-    if takers:
-        return _no_labels(takers)
+    readers = without_labels([group.prompt for group in groups], rewards)
+    if readers:
+        return _no_labels(readers)
     if not all(map(all_equal, empty)):
         return (
             "rewards differ by less than the resolution of fp32 (such as 1e9 and 1e9 + 1); "
@@ -215,20 +215,20 @@ def label_signal(batch: Batch) -> StepSignal:
 
 def without_labels(prompts: Iterable[Prompt], rewards: RewardSet) -> tuple[str, ...]:
     """Return the names of the rewards that take a label, if none of ``prompts`` has one."""
-    takers = rewards.label_takers
-    return takers if takers and all(prompt.label is None for prompt in prompts) else ()
+    readers = rewards.label_takers
+    return readers if readers and all(prompt.label is None for prompt in prompts) else ()
 
 
 def warn_without_labels(prompts: Sequence[Prompt], rewards: RewardSet) -> bool:
     """Warn if rewards take a label and none of ``prompts`` has one. Return whether it warned."""
-    takers = without_labels(prompts, rewards)
-    if takers and prompts:
-        log.warning("none of %d prompts has a label: %s", len(prompts), _no_labels(takers))
-    return bool(takers and prompts)
+    readers = without_labels(prompts, rewards)
+    if readers and prompts:
+        log.warning("none of %d prompts has a label: %s", len(prompts), _no_labels(readers))
+    return bool(readers and prompts)
 
 
-def _no_labels(takers: Sequence[str]) -> str:
-    names = ", ".join(map(repr, takers))
+def _no_labels(readers: Sequence[str]) -> str:
+    names = ", ".join(map(repr, readers))
     return (
         f"reward {names} requires a label but receives None; set data.label_key to the column with "
         "the answers, or fill that column"

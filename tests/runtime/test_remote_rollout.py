@@ -318,7 +318,7 @@ def test_a_version_is_confirmed_by_all_workers_and_older_ones_are_skipped() -> N
         engine.poll()
     assert quick.given == [5, 6, 7] and slow.given == [5] and engine.version == 0
     assert [one.released.is_set() for one in staged] == [False, True, False]
-    assert staged[1].give is None
+    assert staged[1].send is None
     cluster.silent = set()
     found = finish(engine)
     assert slow.given == [5, 7] and engine.version == 7

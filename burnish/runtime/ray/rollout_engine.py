@@ -55,7 +55,7 @@ class RemoteRolloutEngine:
         """Open requests without a worker."""
         self._shares = [_Share() for _ in range(self.size)]
         """The open requests of each worker."""
-        self._homes: dict[str, int] = {}
+        self._cache_owner: dict[str, int] = {}
         """Conversation -> the worker that has its cache."""
         self._finished: list[Completion] = []
         """Completions that arrived outside of a poll."""
@@ -128,7 +128,7 @@ class RemoteRolloutEngine:
 
     def release(self, conversations: Iterable[str]) -> None:
         for name in conversations:
-            worker = self._homes.pop(name, None)
+            worker = self._cache_owner.pop(name, None)
             if worker is not None:
                 self._shares[worker].release.append(name)
             for waiting in self._waiting.values():
@@ -158,36 +158,36 @@ class RemoteRolloutEngine:
 
     def _assign_waiting(self) -> None:
         """Choose the workers of requests that have none, if a worker takes new requests."""
-        takers = self._takers()
-        if not self._waiting or not takers:
+        available = self._available()
+        if not self._waiting or not available:
             return
         waiting, self._waiting = list(self._waiting.values()), {}
         others: list[Request] = []
         for open_request in waiting:
-            home = self._homes.get(open_request.request.conversation or "")
-            if home in takers:
-                self._give(open_request, home)
+            owner = self._cache_owner.get(open_request.request.conversation or "")
+            if owner in available:
+                self._assign(open_request, owner)
             else:
                 others.append(open_request.request)
-        loads = [self._shares[worker].samples for worker in takers]
-        for worker, share in zip(takers, _shares(others, loads), strict=True):
+        loads = [self._shares[worker].samples for worker in available]
+        for worker, share in zip(available, _shares(others, loads), strict=True):
             for request in share:
-                self._give(self._open[request.request_id], worker)
+                self._assign(self._open[request.request_id], worker)
 
-    def _give(self, request: _OpenRequest, worker: int) -> None:
+    def _assign(self, request: _OpenRequest, worker: int) -> None:
         share, name = self._shares[worker], request.request.conversation
         request.worker = worker
         share.open[request.request.request_id] = request
         share.new.append(request)
         if name is None:
             return
-        before = self._homes.get(name, worker)
+        before = self._cache_owner.get(name, worker)
         if before != worker:  # it is about to load weights
             self._shares[before].release.append(name)
         if not request.released:
-            self._homes[name] = worker
+            self._cache_owner[name] = worker
 
-    def _take(self, completion: Completion, worker: int) -> bool:
+    def _accept(self, completion: Completion, worker: int) -> bool:
         """Return whether a completion of ``worker`` is wanted, and count it. That of a canceled
         request may arrive after another request got its id."""
         request = self._open.get(completion.request_id)
@@ -202,7 +202,7 @@ class RemoteRolloutEngine:
             share = self._shares[worker]
             del share.open[completion.request_id]
             conversation = request.request.conversation
-            if conversation is not None and conversation not in self._homes:
+            if conversation is not None and conversation not in self._cache_owner:
                 share.release.append(conversation)  # released while it was open
         return True
 
@@ -219,7 +219,7 @@ class RemoteRolloutEngine:
                 if request.request.conversation is None and not request.done:
                     load, num_samples = load - request.left, num_samples + request.left
                     self._remove(request)
-                    self._give(request, free)
+                    self._assign(request, free)
 
     # ---- answers ---------------------------------------------------------------------------
 
@@ -260,11 +260,11 @@ class RemoteRolloutEngine:
 
     def _react(self) -> None:
         """Wait for the next answer of a worker. Drops all open requests if it is an error."""
-        before = self._takers()
+        before = self._available()
         try:
             answers = self.pool.wait()
             for worker, completions in answers.finished:
-                self._finished += [c for c in completions if self._take(c, worker)]
+                self._finished += [c for c in completions if self._accept(c, worker)]
             if answers.lost:
                 self.lose(answers.lost)
         except Exception:  # an error of a worker: the others may have the same one in their answers
@@ -272,11 +272,11 @@ class RemoteRolloutEngine:
             self.cancel([*self._open, *(c.request_id for c in self._finished)])
             raise
         self._assign_waiting()
-        for worker in self._takers():
+        for worker in self._available():
             if worker not in before:
                 self._balance(worker)
 
-    def _takers(self) -> list[int]:
+    def _available(self) -> list[int]:
         """Return the workers that take new requests."""
         return [w.index for w in self.pool.workers if w.ready and not self._is_held(w)]
 
@@ -290,7 +290,7 @@ class RemoteRolloutEngine:
             for request in share.open.values():
                 request.worker, request.sent = -1, False
             self._waiting |= share.open
-        self._homes = {name: w for name, w in self._homes.items() if w not in lost}
+        self._cache_owner = {name: w for name, w in self._cache_owner.items() if w not in lost}
         self.pool.replace(lost)
 
     def _until(self, condition: Callable[[], bool], *, sends: bool = False) -> None:
@@ -382,7 +382,7 @@ class RemoteRolloutEngine:
     def close(self) -> None:
         """Drop open requests, close the engines, then end their processes. May be called twice."""
         self._requests.drop(list(self._requests.ids))
-        self._open, self._waiting, self._homes, self._finished = {}, {}, {}, []
+        self._open, self._waiting, self._cache_owner, self._finished = {}, {}, {}, []
         self._shares = [_Share() for _ in range(self.size)]
         self.pool.close()
 
@@ -394,11 +394,11 @@ def snapshot_weights(
     end, headers, payloads = snapshot.end, snapshot.headers, snapshot.payloads
     keep_cache = in_flight == "continue"
 
-    def give(worker: Any) -> Any:
+    def send(worker: Any) -> Any:
         receive = worker.receive_snapshot
         return receive.remote(end.version, verify, headers, *payloads, keep_cache=keep_cache)
 
-    return Weights(end.version, give, in_flight, end.num_bytes)
+    return Weights(end.version, send, in_flight, end.num_bytes)
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class Weights:
 
     version: int
     """Number of optimizer steps."""
-    give: Callable[[Any], Any] | None = None
+    send: Callable[[Any], Any] | None = None
     """Function that makes a worker load them and returns the reference to the result. None: they
     are sent through a connection of all workers, or no worker needs them any more."""
     in_flight: InFlight = "recompute"
@@ -102,9 +102,9 @@ class RolloutPool:
         """Version of the newest weights that all ready workers have loaded."""
         self.newest: Weights | None = None
         self.refill: Callable[[Sequence[int], float], Lost] | None = None
-        """Sends weights that have no ``give`` to replaced workers, and returns those that were
+        """Sends weights that have no ``send`` to replaced workers, and returns those that were
         lost. It waits up to the given seconds for the policy, and sends nothing if the policy is
-        still in use then. Set by a sync. None: all weights have a ``give``."""
+        still in use then. Set by a sync. None: all weights have a ``send``."""
         self.max_len: int | None = None
         """Maximum length of a row in tokens; None: unlimited. Known once a worker is built."""
         self._calls: dict[Any, _Call] = {}
@@ -254,7 +254,7 @@ class RolloutPool:
     # ---- weights ---------------------------------------------------------------------------
 
     def stage(self, weights: Weights) -> None:
-        """Let all workers load ``weights``, which have a ``give``, when they can."""
+        """Let all workers load ``weights``, which have a ``send``, when they can."""
         self._add(weights)
         self.load_due()
         self._release()
@@ -275,14 +275,14 @@ class RolloutPool:
     def load_due(self) -> None:
         """Call the workers that need the newest weights and may load them now."""
         newest = self.newest
-        if newest is None or newest.give is None:
+        if newest is None or newest.send is None:
             return
         loading = self.called("load")
         for worker in self.workers:
             due = worker.built and self.is_due(worker) and worker.index not in loading
             if due and (not worker.ready or self._may_load(worker.index)):
                 worker.requested = newest
-                self._call(worker, "load", newest.give(worker.handle), newest)
+                self._call(worker, "load", newest.send(worker.handle), newest)
 
     def is_due(self, worker: PoolWorker) -> bool:
         """Return whether a worker was not called to load the newest weights."""
@@ -295,7 +295,7 @@ class RolloutPool:
     def _fill(self) -> Lost:
         """Send the weights of a connection to replaced workers that wait for them. Return those
         that were lost. Waits for the policy only if no worker samples."""
-        if self.newest is None or self.newest.give is not None or self.refill is None:
+        if self.newest is None or self.newest.send is not None or self.refill is None:
             return {}
         waiting = [w.index for w in self.workers if w.built and not w.ready and self.is_due(w)]
         if not waiting:
@@ -322,7 +322,7 @@ class RolloutPool:
         used = {id(call.weights) for call in self._calls.values()} | {id(self.newest)}
         for weights in self._held:
             if id(weights) not in used:
-                weights.give = None
+                weights.send = None
                 weights.released.set()
         self._held = [weights for weights in self._held if id(weights) in used]
 

@@ -174,10 +174,10 @@ class FolderSync(_StoredSync):
         metrics: Metrics = group.all(lambda w: w.push.remote())[0]
         config, version, keep = self.config, self.policy.version, in_flight == "continue"
 
-        def give(worker: Any) -> Any:
+        def send(worker: Any) -> Any:
             return worker.receive_files.remote(config, version, keep_cache=keep)
 
-        return Weights(version, give, in_flight, int(metrics["sync/bytes"])), metrics
+        return Weights(version, send, in_flight, int(metrics["sync/bytes"])), metrics
 
 
 STORED: Mapping[RayStore, Callable[..., Sync]] = {

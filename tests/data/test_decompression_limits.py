@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from burnish.config import columns
 from burnish.config.sources import FileSource
 from burnish.data.base import DataError
 from burnish.data.files import first_rows, open_files
+from burnish.data_files import reading
 from burnish.data_files.reading import first_row
 
 MB = 1 << 20
@@ -26,8 +26,8 @@ def _write(path: Path, content: bytes) -> None:
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 MiB per line and 1 MiB of blank lines."""
-    monkeypatch.setattr(columns, "MAX_LINE_BYTES", 2 * MB)
-    monkeypatch.setattr(columns, "MAX_BLANK_BYTES", MB)
+    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 2 * MB)
+    monkeypatch.setattr(reading, "MAX_BLANK_BYTES", MB)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import random
 import re
@@ -85,7 +84,6 @@ MASKED = ["rollout.top_p=0.9", "rollout.top_k=9", "algorithm.correction={}"]
             id="grpo with a reference, a token budget and masks",
         ),
         pytest.param(GAE, id="ppo with critic and reference"),
-        pytest.param(["precision.dtype=bf16"], id="bf16"),
     ],
 )
 def test_rl_matches_one_process(
@@ -96,10 +94,6 @@ def test_rl_matches_one_process(
     remote = rl(*common, *RAY, f"run_dir={rl().run_dir}-ray")
     assert remote.cluster.layout == "colocate_all"
     lines = [read_metrics(burnish.run(c, rewards=reward).run_dir) for c in (inline, remote)]
-    if "precision.dtype=bf16" in options:
-        assert all(math.isfinite(line["train/grad_norm"]) for line in lines[1][1:])
-        assert lines[1][1]["reward/mean"] == pytest.approx(lines[0][1]["reward/mean"], abs=0.1)
-        return  # two ranks round other partial sums: from step 2 on other tokens are drawn
     compare(*lines)
 
 
@@ -133,7 +127,7 @@ def test_layouts_do_not_change_the_numbers(rl: MakeConfig, reward: Any, compare:
     assert runs[0][-1]["time/offload_s"] > 0 and "time/offload_s" not in runs[2][-1]
 
 
-@pytest.mark.parametrize("job", ["sft", "rm", "preference"])
+@pytest.mark.parametrize("job", ["rm", "preference"])
 def test_supervised_jobs_match_one_process(
     job: str, write_rows: Callable[..., str], tmp_path: Path, compare: Compare
 ) -> None:
@@ -238,24 +232,30 @@ def trained_once(run_dir: Path, *, prompts: int, samples: int) -> None:
     assert len(found) == prompts and set(found.values()) == {samples}
 
 
-@pytest.mark.parametrize("kind", ["RolloutWorker", "TrainWorker"])
-def test_a_killed_worker_is_replaced_without_changing_the_numbers(
-    kind: str, rl: MakeConfig, reward: Any, compare: Compare
+def test_killed_workers_are_replaced_without_changing_the_numbers(
+    rl: MakeConfig, reward: Any, compare: Compare
 ) -> None:
-    """16 prompts, 4 a step, 8 steps: two epochs. (At other moments: tests/faults.)"""
+    """16 prompts, 4 a step, 8 steps: two epochs. A rollout worker dies, then a rank of the policy.
+    (At other moments: tests/faults.)"""
     common = ["max_steps=8", "train.lr=1e-2", "checkpoint.every_n_steps=2"]
     whole = rl(*common, f"run_dir={rl().run_dir}-whole")
     expected = read_metrics(burnish.run(whole, rewards=reward).run_dir)
     config = rl(*common, *RAY, f"run_dir={rl().run_dir}-killed")
-    killer = Killer(Path(config.run_dir), kind, lines=2, seed=1)
-    killer.start()
+    run_dir = Path(config.run_dir)
+    killers = [
+        Killer(run_dir, kind, lines=lines, seed=1)
+        for kind, lines in (("RolloutWorker", 2), ("TrainWorker", 4))
+    ]
+    for killer in killers:
+        killer.start()
     burnish.run(config, rewards=slowly(reward))
-    killer.join(60)
-    assert killer.hit is not None, "nothing was killed, so nothing was tried"
-    compare(expected, read_metrics(Path(config.run_dir)))
-    trained_once(Path(config.run_dir), prompts=32, samples=4)
-    log = (Path(config.run_dir) / "run.log").read_text()
-    assert "replaced (1 of 3)" in log
+    for killer in killers:
+        killer.join(60)
+        assert killer.hit is not None, f"no {killer.kind} was killed, so nothing was tried"
+    compare(expected, read_metrics(run_dir))
+    trained_once(run_dir, prompts=32, samples=4)
+    log = (run_dir / "run.log").read_text()
+    assert "replaced (1 of 3)" in log and "replaced (2 of 3)" in log
 
 
 def test_a_hung_rank_is_named_and_replaced(rl: MakeConfig, reward: Any) -> None:

@@ -243,7 +243,6 @@ def poll_all(rollout: Any) -> list[Completion]:
     ("kind", "in_flight"),
     [
         ("object_store", "recompute"),
-        ("object_store", "finish"),
         ("disk", "continue"),
         ("collective", "finish"),
     ],

@@ -32,7 +32,7 @@ from burnish.driver.errors import RunError
 from burnish.models.family import recall_json, store_json
 from burnish.models.load import load_tokenizer
 from burnish.preflight.limits import limited, vocabulary_problems
-from burnish.preflight.row_scan import ERRORS, Found, DataSection, Span, quiet, scan
+from burnish.preflight.row_scan import ERRORS, DataSection, Found, Span, quiet, scan
 from burnish.rewards.base import RewardError
 from burnish.rewards.build import build_rewards
 from burnish.rewards.kinds import RewardConfig

@@ -54,6 +54,8 @@ def explain(cls: type[Node], error: ValidationError, advice: Advice = lambda nam
         below = any(other.startswith((f"{path}[", f"{path}.")) for other in paths)
         if e["type"] in ("too_short", "missing") and below:
             continue  # the list is only short because an item failed, which is reported
+        if e["type"] == "literal_error" and paths.count(path) > 1:
+            continue  # a branch of a union, whose other branch names all values
         lines += _explain_one(cls, e, advice)
     return list(dict.fromkeys(lines))
 

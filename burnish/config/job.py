@@ -445,6 +445,12 @@ def compile_rules(roles: Sequence[TrainRole], train: TrainConfig) -> Iterator[st
         )
     if (problem := train.engine.compile_problem) is not None:
         yield f"train.compile=layers with {problem}; use train.compile=off"
+    if train.gradient_checkpointing == "selective":
+        yield (
+            "train.compile=layers with train.gradient_checkpointing=selective: the products of a "
+            "compiled layer are inside of its code, where they cannot be kept one by one; use "
+            "train.compile=off, or gradient_checkpointing=true (least memory) or false"
+        )
     if train.moe_aux_loss_coef:
         yield (
             f"train.compile=layers with train.moe_aux_loss_coef={train.moe_aux_loss_coef:g}: the "
@@ -475,6 +481,12 @@ def attention_rules(roles: Sequence[Role], train: TrainConfig) -> Iterator[str]:
         yield from flash_rules(trained, train)
     if train.compile == "layers":
         yield from compile_rules(trained, train)
+    problem = train.engine.selective_problem
+    if train.gradient_checkpointing == "selective" and problem is not None:
+        yield (
+            f"train.gradient_checkpointing=selective with {problem}; use "
+            "gradient_checkpointing=true, or train.engine.zero_stage=2"
+        )
     for role in trained:
         implementation = role.model.attn_implementation
         if implementation == "auto":

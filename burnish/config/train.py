@@ -20,6 +20,9 @@ from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.optimizers.adamw.config import AdamW
 from burnish.optimizers.kinds import OptimizerConfig
 
+Checkpointing = bool | Literal["selective"]
+"""Activations that are recomputed in backward: none, all, or those that are cheap to compute."""
+
 
 class TrainConfig(ScheduleConfig):
     """Batches, optimizer and learning-rate schedule."""
@@ -63,8 +66,10 @@ class TrainConfig(ScheduleConfig):
     (without a group baseline: in the step), chosen equal to rejected in each pair, KTO labels all
     equal. ``stopped.txt`` gives the cause. None: never. Not for sft, distill, process reward
     models."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward: about a third more compute, much less memory."""
+    gradient_checkpointing: Checkpointing = False
+    """Recompute activations in backward. true: all of a layer but its input (about a third more
+    compute, least memory). selective: keep matrix products and attention, recompute the rest
+    (between the two in both). Results are the same."""
     on_oom: Literal["fail", "retry_smaller"] = "fail"
     """Pass that runs out of memory. fail: end with a report. retry_smaller: repeat the update, with
     the same result, in halved micro-batches; keep their size for the rest of the run. Ends if one

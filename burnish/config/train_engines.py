@@ -86,6 +86,12 @@ class TrainEngineFacts(ABC):
         """Reason why layers cannot be compiled (``train.compile``). None if they can."""
         return None
 
+    @property
+    def selective_problem(self) -> str | None:
+        """Reason why layers cannot keep some of their results for backward
+        (``train.gradient_checkpointing: selective``). None if they can."""
+        return None
+
     @abstractmethod
     def implementation(self, *, grouped: bool) -> str:
         """Return ``module:class`` of the engine. ``grouped``: its ranks have a process group."""
@@ -288,6 +294,15 @@ class DeepSpeedEngine(Node, TrainEngineFacts):
         return (
             "train.engine.kind=deepspeed: ZeRO gathers weights by hooks inside of layers, which "
             "compiled layers do not call"
+        )
+
+    @property
+    def selective_problem(self) -> str | None:
+        if self.zero_stage < 3:
+            return None
+        return (
+            "train.engine.zero_stage=3: DeepSpeed gathers weights inside of layers, elsewhere "
+            "in backward than in forward"
         )
 
     @property

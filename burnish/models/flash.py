@@ -41,6 +41,7 @@ from torch.autograd.function import once_differentiable
 from burnish.errors import BurnishError
 from burnish.models.cache_attention import Options
 from burnish.models.flash_merge import merge
+from burnish.models.kept_results import keep
 from burnish.models.sdpa import fits_flash
 from burnish.models.segments import Segment
 from burnish.oom import is_out_of_memory
@@ -375,12 +376,7 @@ class _FlashAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float
     ) -> Tensor:
         ctx.calls, ctx.scale = calls, scale
-        k, v = _gather((key, value), calls.k_index)
-        out, lse = calls.own.forward((query, k, v), scale)
-        if calls.prefix is not None:
-            assert calls.reads_prefix is not None
-            part = calls.prefix.forward((query, key, value), scale)
-            out, lse = merge(part, (out, lse), calls.reads_prefix)
+        out, lse = keep(lambda: _forward(calls, (query, key, value), scale))
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -398,6 +394,18 @@ class _FlashAttention(torch.autograd.Function):
                 )
             raise
         return *grads, None, None
+
+
+def _forward(calls: Calls, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention and its log-sum-exp [heads, M] over all parts."""
+    query, key, value = qkv
+    k, v = _gather((key, value), calls.k_index)
+    out, lse = calls.own.forward((query, k, v), scale)
+    if calls.prefix is not None:
+        assert calls.reads_prefix is not None
+        part = calls.prefix.forward(qkv, scale)
+        out, lse = merge(part, (out, lse), calls.reads_prefix)
+    return out, lse
 
 
 def _backward(

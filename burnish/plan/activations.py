@@ -26,11 +26,12 @@ from transformers import PretrainedConfig, masking_utils
 from transformers.integrations import moe
 
 from burnish.config.model import Dtype, LoraConfig, PrecisionConfig
-from burnish.config.train import TrainConfig
+from burnish.config.train import Checkpointing, TrainConfig
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.attention import PackedPlan, plan_segments
 from burnish.models.auto_class import language_model_class
+from burnish.models.checkpointing import enable_checkpointing
 from burnish.models.flash import FlashSwitch
 from burnish.models.fused_head import SIZES_ONLY, FusedHead
 from burnish.models.half_linear import use_fp32_products
@@ -44,7 +45,6 @@ from burnish.models.units import layers_of
 from burnish.plan.shapes import ModelShape
 from burnish.plan.tracking import LiveBytes
 from burnish.plan.work import PassWork, WorkCounter
-from burnish.train.forward import enable_checkpointing
 from burnish.train.optim import Optimizer
 from burnish.train.row_layout import Layout, RowSize, count_tokens, place_rows, segments_of
 
@@ -60,7 +60,7 @@ class Pass:
     """False: no gradient (log-probs, values)."""
     accumulates: bool = False
     """True if gradients of an earlier micro-batch exist."""
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     with_entropy: bool = False
     entropy_gradient: bool = False
     """True if the loss contains the entropy."""
@@ -291,7 +291,7 @@ class _Trace:
                 precision=precision,
             )
             if work.checkpointing:
-                enable_checkpointing(self.body)
+                enable_checkpointing(self.body, work.checkpointing)
             for parameter, master in zip(optimizer.params, optimizer.masters, strict=True):
                 holder = master if optimizer.half and optimizer.sums_fp32 else parameter
                 hook = functools.partial(self._complete, holder)

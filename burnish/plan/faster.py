@@ -93,6 +93,8 @@ def _single_changes(config: JobConfig, hardware: Hardware) -> Iterator[list[str]
                 yield [
                     f"train.engine={{kind: torch, sharding: full, tensor_parallel_size: {size}}}"
                 ]
+        if train.gradient_checkpointing is True:
+            yield ["train.gradient_checkpointing=selective"]
         if train.gradient_checkpointing:
             yield ["train.gradient_checkpointing=false"]
         if train.layout != "shared_prefix":

@@ -144,10 +144,11 @@ def candidates(config: JobConfig, hardware: Hardware) -> list[list[str]]:
     options = [rollout_settings(config, job, hardware)]
     if job.trained is not None and job.batch is not None:
         profile = profile_class(job.trained.train.engine, job.trained.ranks)
-        switched = str(not job.trained.train.gradient_checkpointing).lower()
+        present = str(job.trained.train.gradient_checkpointing).lower()
+        other = [mode for mode in ("false", "selective", "true") if mode != present]
         options += [
             profile.alternatives(job.trained),
-            [[], [f"train.gradient_checkpointing={switched}"]],
+            [[], *([f"train.gradient_checkpointing={mode}"] for mode in other)],
         ]
         options.append(micro_batches(job.trained, job.batch))
     return [[*itertools.chain(*chosen)] for chosen in itertools.product(*options)]

@@ -166,6 +166,9 @@ def _pass_suggestions(role: TrainRole, plan: BatchPlan, device: str) -> Iterator
         size = f"train.micro_train_batch_size={smaller}"
         yield Suggestion((size, "train.gradient_accumulation_steps=null"), same)
     if not train.gradient_checkpointing:
+        more = "keeps products and attention, recomputes the rest of the activations in backward"
+        yield Suggestion(("train.gradient_checkpointing=selective",), more)
+    if train.gradient_checkpointing is not True:
         more = "recomputes activations in backward: about a third more compute"
         yield Suggestion(("train.gradient_checkpointing=true",), more)
     tokens = chunk_tokens(train.logprob_chunk_tokens, device)

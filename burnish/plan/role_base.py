@@ -165,7 +165,9 @@ def by_formula(setup: EngineSetup, work: Pass) -> Peaks:
     layer = work.tokens * ((2 * hidden + 4 * heads + 4 * kv + 5 * inner) * size + norms)
     stream = work.tokens * hidden * size
     count = len(shape.layers)
-    saved = 0.0 if not work.train else count * (stream if work.checkpointing else layer)
+    products = work.tokens * (2 * hidden + 2 * heads + 2 * kv + 2 * inner) * size
+    kept = {False: layer, True: stream, "selective": stream + products}[work.checkpointing]
+    saved = count * kept if work.train else 0.0
     head = 0.0
     if not shape.scalar:
         vocabulary = shape.vocab_size

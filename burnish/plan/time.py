@@ -271,10 +271,12 @@ class _Clock:
         head = counted.head * (samples * (length - prompt) / max(1, work.actions) / parallel)
         spread = self._spread(role, setup.model, rows)
         attention = attention_work(setup.shape, spread, work.layout, flash=work.flash)
-        factor = (3.5 + work.checkpointing if work.train else 1.0) * samples / len(rows) / parallel
+        # Selective checkpointing keeps what attention computes.
+        runs = 3.5 + (work.checkpointing is True) if work.train else 1.0
+        factor = runs * samples / len(rows) / parallel
         kernels = self.speeds.kernel_seconds(body + head, attention * factor, half=setup.half)
         if role.tensor_parallel > 1:  # two sums over the ranks per layer and pass, not overlapped
-            sums = (4 + 2 * work.checkpointing if work.train else 2) * len(setup.shape.layers)
+            sums = (4 + 2 * bool(work.checkpointing) if work.train else 2) * len(setup.shape.layers)
             summed = sums * samples * computed * setup.shape.hidden_size * setup.weight_size
             rate = self.speeds.link_bytes_per_s(role.tensor_parallel)
             kernels["sums over ranks"] = 2 * summed / rate

@@ -138,7 +138,7 @@ def setup_of(
         saves_in_background=role.checkpoint is not None and role.checkpoint.in_background,
         unreleased_gathers="unreleased-gathers" in assume
         and role.trainable
-        and train.gradient_checkpointing,
+        and train.gradient_checkpointing is not False,
     )
     rows = largest_rows(job, role, positions(shape), layout=train.layout)
     parts = role.sequence_parallel

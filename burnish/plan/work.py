@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from burnish.config.train import Checkpointing
 from burnish.models.cache_attention import similar_spans
 from burnish.plan.shapes import ModelShape, matrix_flops
 from burnish.train.row_layout import Layout, RowSize, place_rows, segments_of
@@ -190,17 +191,18 @@ def sum_of_range(first: float, count: float) -> float:
 
 
 def work_by_formula(
-    shape: ModelShape, *, tokens: int, actions: int, train: bool, checkpointing: bool
+    shape: ModelShape, *, tokens: int, actions: int, train: bool, checkpointing: Checkpointing
 ) -> PassWork:
     """Return the work of a pass of a Llama-like model, computed from its sizes, for models that
     cannot be traced. Bytes and kernels are those that a trace of Qwen3 counts, to within a
     third."""
-    times = 3.0 + checkpointing if train else 1.0
+    times = 3.0 + bool(checkpointing) if train else 1.0
+    products = 3.0 + (checkpointing is True) if train else 1.0
     head = 0.0 if shape.scalar else 2.0 * shape.vocab_size * shape.hidden_size
     layers = len(shape.layers)
     per_token = 250.0 * shape.hidden_size + 30.0 * shape.inner_size
     body = Work(
-        (matrix_flops(shape) - head) * tokens * times,
+        (matrix_flops(shape) - head) * tokens * products,
         per_token * layers * tokens * times,
         60.0 * layers * times,
     )

@@ -71,6 +71,7 @@ from burnish.models.buffers import (
     num_buffer_bytes,
     persistent_buffers,
 )
+from burnish.models.checkpointing import enable_checkpointing
 from burnish.models.compiled_layers import CompiledLayers
 from burnish.models.dropout import start_training
 from burnish.models.flash import FlashSwitch
@@ -89,7 +90,7 @@ from burnish.train.diagnose import (
     first_bad_tensor,
     stop_reason,
 )
-from burnish.train.forward import Forward, enable_checkpointing, no_rows, zero_of
+from burnish.train.forward import Forward, no_rows, zero_of
 from burnish.train.host_memory import HostMemory, own_storages
 from burnish.train.optim import MAX_GROWTH, EngineOptimizer
 from burnish.train.spec import EngineSpec
@@ -152,7 +153,7 @@ class BaseTrainEngine(ABC):
         if not spec.role.trainable:
             model.requires_grad_(False)
         elif spec.role.train.gradient_checkpointing:
-            enable_checkpointing(self.body)
+            enable_checkpointing(self.body, spec.role.train.gradient_checkpointing)
         if spec.role.offload:
             own_storages(model)
         self.optimizer = self._prepare()

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
+from burnish.models.checkpointing import check_selective
 from burnish.models.compiled_layers import check_compile
 from burnish.models.end_tokens import add_end_tokens
 from burnish.models.load import hf_config, load_causal_lm
@@ -54,6 +55,8 @@ def load_engine(
     if role.train.compile == "layers":
         config = random or hf_config(role.model)
         check_compile(config, device)
+    if role.trainable and role.train.gradient_checkpointing == "selective":
+        check_selective(random or hf_config(role.model))
     # Trained weights become the unrounded masters.
     dtype: Dtype = "fp32" if role.trainable and role.model.lora is None else role.dtype
     home = load_device(spec, device, ranks)

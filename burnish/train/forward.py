@@ -24,7 +24,6 @@ from burnish.models.attention import NO_MASK, PackedPlan, SequenceParallelPlan, 
 from burnish.models.distill import DistillTarget, distill_logprobs
 from burnish.models.flash import FlashSwitch
 from burnish.models.fused_head import FusedHead, HeadChoice, choose_head, fused_chunk_tokens
-from burnish.models.load import ModelError
 from burnish.models.logit_scaling import UNSCALED, logit_scaling
 from burnish.models.logprobs import EntropyOrder, Head, chunk_tokens, token_logprobs
 from burnish.models.lora_layers import effective_weight, with_dropout
@@ -301,20 +300,6 @@ class BatchForward(nn.Module):
             return (self.parts.states(batch),)
         outputs = self.parts(batch, with_entropy=with_entropy)
         return tuple(t for t in outputs.tensors() if t is not None)
-
-
-def enable_checkpointing(body: PreTrainedModel) -> None:
-    """Recompute activations in backward. Raises ModelError if the model does not support it.
-
-    transformers renamed the method in 5.2x.
-    """
-    renamed = getattr(body, "activation_checkpointing_enable", None)  # house: ok two versions
-    try:
-        (renamed or body.gradient_checkpointing_enable)({"use_reentrant": False})
-    except ValueError as error:
-        raise ModelError(
-            f"train.gradient_checkpointing=true: {error} Use train.gradient_checkpointing=false"
-        ) from error
 
 
 def _in_line(values: Tensor, index: Tensor, batch: Batch) -> Tensor:

@@ -107,7 +107,7 @@ class Settings:
     layout: Any = "padded"
     micro: int | None = None
     max_tokens: int | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Any = False
     logprob_chunk_tokens: int = 512
 
 
@@ -119,7 +119,7 @@ def settings_of(draw: Draw) -> Settings:
         layout=rng.choice(["padded", "packed", "shared_prefix"]),
         micro=None if budget else rng.choice([None, 1, 2, 3]),
         max_tokens=rng.randint(8, 120) if budget else None,
-        gradient_checkpointing=rng.random() < 0.3,
+        gradient_checkpointing=rng.choice([*[False] * 7, True, True, "selective"]),
         logprob_chunk_tokens=rng.choice([1, 7, 512]),
     )
     draw.note(settings=found)

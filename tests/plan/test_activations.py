@@ -16,6 +16,8 @@ from burnish.models.fused_head import BY_TORCH, FusedHead, HeadKernels
 from burnish.models.load import load_causal_lm
 from burnish.models.sdpa import Kernels
 from burnish.plan.activations import Pass, _trace, fake_plan, key_of, measure
+from burnish.plan.model_state import EngineSetup
+from burnish.plan.role_base import by_formula
 from burnish.plan.shapes import shape_from_config, shape_of
 from burnish.plan.tracking import LiveBytes, num_bytes
 from burnish.train.batching import arrange
@@ -101,9 +103,19 @@ GRID = [
         dict(hidden=h, layers=n, count=c, length=t, checkpointing=k, layout=layout)
         for (h, n, c, t), k, layout in itertools.product(
             [(64, 4, 4, 128), (128, 8, 2, 256), (32, 12, 8, 64), (64, 6, 1, 600)],
-            [False, True],
+            [False, True, "selective"],
             ["packed", "padded", "shared_prefix"],
         )
+    ),
+    dict(hidden=64, layers=6, count=4, length=128, dtype="bf16", checkpointing="selective"),
+    dict(hidden=64, layers=6, count=4, length=128, passes=2, checkpointing="selective"),
+    dict(
+        hidden=64,
+        layers=6,
+        count=4,
+        length=128,
+        lora=LoraConfig(lora_rank=8),
+        checkpointing="selective",
     ),
     dict(hidden=64, layers=6, count=4, length=128, dtype="bf16"),
     dict(hidden=64, layers=6, count=4, length=128, dtype="bf16", checkpointing=True),
@@ -166,7 +178,7 @@ def with_layers(path, count):
     return shape_from_config(config, f"{path} with {count} layers", "here")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @pytest.mark.parametrize(
     ("name", "layers"),
     [("HuggingFaceTB/SmolLM2-135M", 9), ("google/gemma-3-270m", 12), ("Qwen/Qwen3-0.6B", 9)],
@@ -187,6 +199,46 @@ def test_checkpointing_adds_one_hidden_state_per_layer():
     shapes = (with_layers("Qwen/Qwen2.5-7B", count) for count in (28, 56))
     few, many = (measure(key_of(shape), work).other["forward"] for shape in shapes)
     assert many - few == 28 * 2048 * 3584 * 2
+
+
+def test_selective_checkpointing_adds_products_and_attention_per_layer():
+    """28 layers more of Qwen2.5-7B (width 3584, 28 heads and 4 key/value heads of 128, inner width
+    18944) keep, in bf16 for each of 2048 tokens: the layer's input, queries, keys and values,
+    attention, its projection, two inner products and their projection: 3584 + 3584 + 2 x 512 +
+    3584 + 3584 + 2 x 18944 + 3584 = 56832 numbers; and 28 log-sum-exps in fp32."""
+    work = Pass(
+        rows_of(1, 2048, 1024), dtype="bf16", checkpointing="selective", kernels=A100, flash=True
+    )
+    shapes = (with_layers("Qwen/Qwen2.5-7B", count) for count in (28, 56))
+    few, many = (measure(key_of(shape), work) for shape in shapes)
+    saved = many.other["forward"] - few.other["forward"]
+    assert saved == 28 * 2048 * (56832 * 2 + 28 * 4)
+    by_sizes = by_formula(
+        EngineSetup(
+            shape=with_layers("Qwen/Qwen2.5-7B", 28),
+            train=TrainConfig(),
+            precision=PrecisionConfig(dtype="bf16"),
+            ranks=1,
+            trainable=True,
+        ),
+        work,
+    )
+    assert by_sizes.activations == pytest.approx(few.activations, rel=TOLERANCE)
+
+
+def test_selective_checkpointing_plans_no_product_twice():
+    """Bytes and kernels are between those of the two other modes, for the norms and the rest."""
+    shape = with_layers("Qwen/Qwen3-0.6B", 9)
+    works = [
+        measure(
+            key_of(shape), Pass(rows_of(2, 600, 300), dtype="bf16", checkpointing=mode)
+        ).work.body
+        for mode in (False, "selective", True)
+    ]
+    plain, selective, full = works
+    assert selective.matmul_flops == plain.matmul_flops < full.matmul_flops
+    assert plain.bytes < selective.bytes < full.bytes
+    assert plain.kernels < selective.kernels < full.kernels
 
 
 def test_buckets_are_those_of_the_attention_plan():

@@ -90,6 +90,7 @@ def _cases() -> list[Case]:
         cases.append(Case("one row", stage, "policy, sequence_mean", rows=1, micro=1))
     schedule = {"lr_scheduler": "cosine", "lr_warmup_ratio": 0.3, "weight_decay": 0.5}
     recompute = {"gradient_checkpointing": True}
+    selective = {"gradient_checkpointing": "selective"}
     offload, both = {"adam_offload": True}, {"adam_offload": True, "param_offload": True}
     for stage in (1, 2, 3):
         cases.append(Case("adam offload", stage, micro=2, engine=offload))
@@ -99,6 +100,8 @@ def _cases() -> list[Case]:
         Case("checkpointing", 2, micro=2, train=recompute),
         Case("checkpointing", 3, micro=2, train=recompute),
         Case("checkpointing and lora", 3, micro=2, model=ADAPTED, train=recompute),
+        Case("selective", 2, micro=2, train=selective),
+        Case("selective and lora", 2, micro=2, model=ADAPTED, train=selective),
         Case("parameter offload", 3, micro=2, engine=both),
         Case("hpz", 3, micro=2, engine={"zero_hpz_partition_size": 2}),
         Case("ema", 3, micro=2, train={"ema_decay": 0.5}),

@@ -63,6 +63,7 @@ MODELS = {
 }
 """53 rows of embeddings and adapters of 3: not divisible by 2."""
 CompiledLayers.backend = "aot_eager"  # the graphs of a run, without a compiler of C++
+SELECTIVE = {"gradient_checkpointing": "selective"}
 TEAMS = ("sequence_parallel_size", "tensor_parallel_size")
 
 
@@ -109,6 +110,7 @@ OPTIONS = [
     Case(model="untied", train={"optimizer": MUON, "weight_decay": 0.1, "ema_decay": 0.9}),
     Case(model="lora", train={"optimizer": MUON}, engine={"cpu_offload": True}),
     Case(model="untied", train={"optimizer": "adafactor", "weight_decay": 0.1}),
+    *(Case(model=name, train=SELECTIVE) for name in ("tied", "lora", "nf4")),
     Case(train={"compile": "layers"}),
     Case(model="lora", train={"compile": "layers", "gradient_checkpointing": True}),
 ]

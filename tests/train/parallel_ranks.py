@@ -84,6 +84,7 @@ def cases_of(size: int, name: str) -> list[Any]:
         *(Case(loss, "micro 1", rows=2 if "reward" in loss else 1) for loss in few),
         Case("policy, sequence_mean", "budget 24", "untied"),
         Case(split="micro 1", rows=3, train={"gradient_checkpointing": True}),
+        Case(split="micro 1", rows=3, train=cases.SELECTIVE),
         Case(model="lora"),
     ]
     if "tensor_parallel_size" in engine:
@@ -96,6 +97,7 @@ def cases_of(size: int, name: str) -> list[Any]:
         chosen += [
             Case(model="untied", split="micro 1", engine={"reduce_gradients": "once"}),
             Case(model="lora", train={"gradient_checkpointing": True}),
+            Case(model="lora", train=cases.SELECTIVE),
         ]
     return [replace(case, engine={**engine, **case.engine}) for case in chosen]
 

@@ -12,11 +12,11 @@ from transformers import LlamaForCausalLM
 
 from burnish.config.model import LoraConfig, ModelConfig, ScratchConfig
 from burnish.models.attention import NO_MASK
+from burnish.models.checkpointing import enable_checkpointing
 from burnish.models.load import load_causal_lm
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.train.batching import arrange, read_and_target
 from burnish.train.diagnose import BadTensor, first_bad_tensor
-from burnish.train.forward import enable_checkpointing
 from burnish.types import Batch
 
 SCRATCH = ScratchConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -52,7 +52,7 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 
 
 def checkpointed(model: LlamaForCausalLM) -> None:
-    enable_checkpointing(model.model)
+    enable_checkpointing(model.model, True)
 
 
 def pass_over(

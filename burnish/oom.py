@@ -1,4 +1,4 @@
-"""Recognizes errors about memory that could not be allocated, on a GPU or on the host."""
+"""Free memory of GPUs, and errors about memory that could not be allocated."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that this process can still allocate: free ones and those that
+    torch's allocator keeps for reuse. None for a CPU, whose memory is taken when it is written."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -12,7 +12,7 @@ least :data:`_LEAST_KEYS` and at most :data:`_CHUNK`. Masked keys have weight 0,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from typing import TypeVar
@@ -54,10 +54,20 @@ class KVCache:
     memory, which batch-invariant matmuls need.
     """
 
-    def __init__(self, num_slots: int, capacity: int, *, transposed_keys: bool = False) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        capacity: int,
+        *,
+        transposed_keys: bool = False,
+        check: Callable[[KVCache, int], None] = lambda cache, layer_bytes: None,
+    ) -> None:
+        """``check`` is called with the bytes of a layer before the first one is allocated. It
+        raises an error if the cache does not fit."""
         self.num_slots = num_slots
         self.capacity = capacity
         self.transposed_keys = transposed_keys
+        self.check = check
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -67,6 +77,9 @@ class KVCache:
         """Store keys and values [W, kv_heads, head_dim] at (slot, position) pairs."""
         key, value = kv
         if layer not in self.keys:
+            if not self.keys:
+                of_token = (key.nbytes + value.nbytes) // len(key)
+                self.check(self, self.num_slots * self.capacity * of_token)
             self.keys[layer] = self._zeros(key, transposed=self.transposed_keys)
             self.values[layer] = self._zeros(value, transposed=False)
         self.keys[layer][slots, :, positions] = key
@@ -88,26 +101,16 @@ class KVCache:
             for tensor in store.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
 
-    def resize(self, *, num_slots: int = 0, capacity: int = 0) -> None:
-        """Extend the cache to these sizes and keep its contents. Never shrinks."""
-        if num_slots <= self.num_slots and capacity <= self.capacity:
-            return
-        self.num_slots = max(num_slots, self.num_slots)
-        self.capacity = max(capacity, self.capacity)
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Change the size, one tensor at a time. Slots and positions that remain keep their
+        contents."""
+        slots, length = min(num_slots, self.num_slots), min(capacity, self.capacity)
+        self.num_slots, self.capacity = num_slots, capacity
         stores = ((self.keys, self.transposed_keys), (self.values, False))
         for store, transposed in stores:
             for layer, old in store.items():
                 store[layer] = self._zeros(old[:, :, 0], transposed=transposed)
-                store[layer][: old.shape[0], :, : old.shape[2]] = old
-
-    def copy_from(self, other: KVCache) -> None:
-        """Copy the contents of a cache that is not larger."""
-        for target, source in ((self.keys, other.keys), (self.values, other.values)):
-            for layer, tensor in source.items():
-                if layer not in target:
-                    transposed = self.transposed_keys and target is self.keys
-                    target[layer] = self._zeros(tensor[:, :, 0], transposed=transposed)
-                target[layer][: other.num_slots, :, : other.capacity] = tensor
+                store[layer][:slots, :, :length] = old[:slots, :, :length]
 
     @property
     def num_bytes(self) -> int:

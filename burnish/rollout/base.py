@@ -69,9 +69,10 @@ class Request:
     on_tokens: Callable[[Sequence[int]], object] | None = field(
         default=None, compare=False, repr=False
     )
-    """Called in the engine's thread after each sampled token with all tokens of the response so
-    far, except for the token that ends it. The list changes later; copy from it. For ``n`` = 1, and
-    for engines of this process: others do not call it."""
+    """Called in the engine's thread for each sampled token with all tokens of the response so far,
+    except for the token that ends it; recorded steps (CUDA graphs) sample up to eight tokens before
+    the calls for them. The list changes later; copy from it. For ``n`` = 1, and for engines of this
+    process: others do not call it."""
 
     def __post_init__(self) -> None:
         pack(self, prompt_ids=IntArray)

@@ -141,20 +141,48 @@ def test_graphs_see_new_weights_and_serve_a_second_call(
 def test_graphs_continue_responses_under_new_weights(
     keep_cache: bool, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Only the head changes, so old keys are those of the new weights."""
+    """Only the head changes, so old keys are those of the new weights. It changes after one token
+    of the prefill and a block of eight."""
     engine = LocalRolloutEngine(model_on("cuda"), tiny_tokenizer, LocalEngine())
     weights = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
     request, greedy = Request("r", (7, 9, 12)), Sampling(24, 0.0)
     engine.submit([request], greedy)
-    for _ in range(5):
+    for _ in range(2):
         assert not engine.poll()
     new = weights | {"lm_head.weight": weights["lm_head.weight"].flip(0)}
     engine.load_weights(3, new.items(), keep_cache=keep_cache)
     (done,) = [c for _ in range(40) for c in engine.poll()]
-    assert done.versions == (0,) * 5 + (3,) * (len(done.token_ids) - 5)
-    longer = replace(request, prompt_ids=(7, 9, 12, *done.token_ids[:5]), max_tokens=19)
+    assert done.versions == (0,) * 9 + (3,) * (len(done.token_ids) - 9)
+    longer = replace(request, prompt_ids=(7, 9, 12, *done.token_ids[:9]), max_tokens=15)
     (fresh,) = engine.generate([longer], greedy)
-    assert fresh.token_ids == done.token_ids[5:]
+    assert fresh.token_ids == done.token_ids[9:]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(300, 0.7),
+        Sampling(40, top_p=0.9),
+        Sampling(40, 1.3, top_k=7, min_p=0.01),
+        Sampling(40, top_k=9, sampling_mask=True),
+        Sampling(40, top_p=0.9, sampling_mask=True),
+        Sampling(40, stop=("1", "ab"), stop_token_ids=(9, 30)),
+    ],
+)
+def test_recorded_draws_are_those_of_single_steps(
+    sampling: Sampling, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Three cache sizes with 300 tokens. fp32 logits of size 10 from kernels that read other
+    numbers of keys."""
+    recorded, single = (
+        sampled(model_on("cuda"), tiny_tokenizer, sampling, cuda_graphs=graphs)
+        for graphs in (True, False)
+    )
+    assert recorded.keys() == single.keys()
+    for key, one in single.items():
+        assert recorded[key].token_ids == one.token_ids
+        assert recorded[key].logprobs == pytest.approx(one.logprobs, abs=5e-5)
+        assert recorded[key].kept_ids == one.kept_ids
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])

@@ -40,6 +40,7 @@ import burnish.data.rows as data_rows
 import burnish.rewards.math.text as math_text
 import burnish.rollout.local.row_sampler as row_sampler
 import burnish.rollout.local.running_batch as running_batch
+import burnish.rollout.local.sampling as local_sampling
 import burnish.steps.credit as credit
 import burnish.train.batching as batching
 from burnish.algorithms import ADVANTAGES, POLICY_LOSSES
@@ -143,14 +144,14 @@ def untrained_tokens_are_trained(patch: Patch) -> None:
 
 def temperature_is_not_in_the_logprobs(patch: Patch) -> None:
     """The sampler reports log-probs of unscaled logits."""
-    own = running_batch.sample_tokens
+    own = local_sampling.sample_tokens
 
     def sample(logits: Any, uniforms: Any, sampling: Any) -> Any:
         plain = logits.clone().log_softmax(-1)
         drawn = own(logits, uniforms, sampling)
         return drawn._replace(logprobs=plain.gather(-1, drawn.tokens[:, None])[:, 0])
 
-    patch.setattr(running_batch, "sample_tokens", sample)
+    patch.setattr(local_sampling, "sample_tokens", sample)
 
 
 def randomness_is_shared(patch: Patch) -> None:

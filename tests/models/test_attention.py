@@ -111,7 +111,7 @@ def test_decoding_from_the_cache_gives_the_logits_of_the_full_row() -> None:
         packed(model, row[:length], plan)
         for position in range(length, len(row)):
             if position == 6:
-                cache_.resize(capacity=9)
+                cache_.resize(2, 9)
             at = torch.tensor([position])
             step = decode_plan(cache_, at, position + 1)
             logits = model(

@@ -302,17 +302,17 @@ def test_on_cpus_all_processes_share_the_memory_of_the_machine():
 
 
 def test_local_cache_is_planned_as_the_engine_grows_it():
-    """4 slots of 16 + 8 positions; 2 layers x 2 x 2 heads x 16 x 4 B = 512 B a token, and one of
-    four tensors twice while it grows."""
+    """4 slots of 60 + 8 positions, in blocks of 64; 2 layers x 2 x 2 heads x 16 x 4 B = 512 B a
+    token, and one of four tensors twice while it grows. With graphs, 3 slots are 4."""
     from burnish.config.model import ModelConfig
     from burnish.rollout.local.config import LocalEngine
 
     shape = shape_of(ModelConfig.model_validate({"scratch": {}}))
     assert bytes_per_token(shape, "fp32") == 512
-    item, slots = local_cache(
-        shape, LocalEngine(max_batch_size=4), Demand(9, 16, 8), "fp32", graphs=False
-    )
-    assert slots == 4 and item.bytes == 4 * 24 * 512 * 1.25
+    for max_slots, graphs in ((4, False), (3, True)):
+        engine = LocalEngine(max_batch_size=max_slots)
+        item, slots = local_cache(shape, engine, Demand(9, 60, 8), "fp32", graphs=graphs)
+        assert slots == 4 and item.bytes == 4 * 128 * 512 * 1.25
 
 
 def test_ranks_length_and_checkpointing_change_the_peak_in_the_right_direction():

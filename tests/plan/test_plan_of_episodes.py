@@ -44,11 +44,12 @@ def test_a_plan_that_does_not_fit_suggests_shorter_conversations():
 
 
 def test_the_kv_cache_holds_the_conversations_of_all_concurrent_episodes():
-    """Rows of 32 tokens in training, prefill and cache. 16 x 8 = 128 episodes, or 10 of them."""
+    """Rows of 32 tokens in training and prefill, and a block of 64 positions in the cache. 16 x 8 =
+    128 episodes, or 10 of them."""
     for more, slots in ((), 128), (("rollout.episodes.max_concurrent=10",), 10):
         plan = make_plan(load_config(RECIPE, more), this_machine())
         (cache,) = [row for row in plan.rows if row.item == "KV cache"]
-        assert cache.how.startswith(f"{slots} slots x 32 positions")
+        assert cache.how.startswith(f"{slots} slots x 64 positions")
         said = "\n".join(plan.assumptions)
         assert "up to max_tokens=32; the KV cache holds those of all concurrent" in said
         assert f"at most {slots} at once" in said

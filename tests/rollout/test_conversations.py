@@ -133,6 +133,22 @@ def test_a_conversation_released_while_it_is_sampled_is_not_kept(
     assert not batch_of(waiting).kept and batch_of(waiting).cache is None
 
 
+def test_a_cache_that_grows_for_short_rows_keeps_long_conversations(
+    engine: LocalRolloutEngine,
+) -> None:
+    """The conversation has 214 tokens; then four requests of 16 tokens need three more slots."""
+    prompt = tuple(range(6, 46)) * 5
+    (first,) = engine.generate([Request("0", prompt, conversation="c")], SAMPLING)
+    list(engine.generate([Request("1", (7, 8), n=4)], SAMPLING))
+    assert batch_of(engine).cache is not None and batch_of(engine).cache.num_slots == 5
+    longer = Request("2", (*prompt, *first.token_ids, 9), conversation="c")
+    (second,) = engine.generate([longer], SAMPLING)
+    assert second.cached_tokens == len(longer.prompt_ids) - 2
+    engine.release(["c"])
+    (fresh,) = engine.generate([longer], SAMPLING)
+    assert (second.token_ids, second.logprobs) == (fresh.token_ids, fresh.logprobs)
+
+
 def test_requests_without_conversation_use_no_kept_keys(engine: LocalRolloutEngine) -> None:
     """Not even those of a conversation named ''."""
     (first,) = engine.generate([Request("0", (7, 8, 9), conversation="")], SAMPLING)

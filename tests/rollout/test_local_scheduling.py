@@ -228,17 +228,18 @@ def test_a_failed_step_changes_no_results_and_a_cancel_frees_the_cache(
 def test_the_cache_grows_in_slots_and_positions_with_later_requests(
     tiny_model: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """One request decodes in a cache of one slot and 2 + 30 positions; then come three prompts of
-    40 tokens."""
+    """One request decodes in a cache of one slot and 2 + 30 positions, in one block of 64; then
+    come three prompts of 40 tokens, which need two."""
     engine = LocalRolloutEngine(tiny_model, tiny_tokenizer, LocalEngine())
     requests = [Request("a", (7, 8))] + [Request(str(i), (6 + i,) * 40, seed=i) for i in range(3)]
     alone = {c.request_id: c for c in engine.generate(requests, Sampling(30))}
     engine.submit(requests[:1], Sampling(30))
     assert [engine.poll() for _ in range(4)] == [[]] * 4
     assert isinstance(engine.batch, RunningBatch) and engine.batch.cache is not None
-    assert (engine.batch.cache.num_slots, engine.batch.cache.capacity) == (1, 32)
+    assert (engine.batch.cache.num_slots, engine.batch.cache.capacity) == (1, 64)
     engine.submit(requests[1:], Sampling(30))
-    done: list[Completion] = []
+    done = engine.poll()
+    assert (engine.batch.cache.num_slots, engine.batch.cache.capacity) == (4, 128)
     while engine.busy:
         done += engine.poll()
     assert {c.request_id: c.token_ids for c in done} == {k: c.token_ids for k, c in alone.items()}

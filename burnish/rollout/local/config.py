@@ -19,15 +19,15 @@ class LocalEngine(RolloutEngineSettings):
     max_prefill_tokens: int = Field(8192, ge=1)
     """Maximum prompt tokens per prefill pass."""
     cuda_graphs: bool = True
-    """CUDA: replay decode steps as graphs. Their cache holds ``max_batch_size`` sequences of full
-    length."""
+    """CUDA: replay decode steps, including sampling, as graphs, and read up to eight tokens of each
+    response at once."""
     batch_invariant: bool | None = None
     """CPU: log-probs have the same bits whatever else is in the batch. None: in fp32
     and fp16, if possible. true: an error if it is not; in bf16, linear layers are computed in fp32
     (4 more bytes per parameter)."""
     sleep_between_rollouts: bool = False
-    """Free the graphs' cache after every rollout: less memory in training, but graphs are recorded
-    again."""
+    """Free the graphs' cache after every rollout: less memory in training, but the cache grows and
+    graphs are recorded again."""
     own_weights: bool = False
     """runtime=inline: sample from a copy of the policy's weights, so that sampling and training can
     overlap (``rollout.asynchronous``). On Ray every worker has a copy."""

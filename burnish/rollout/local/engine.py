@@ -133,9 +133,9 @@ class LocalRolloutEngine:
             self.batch.add(request, sampling, stop)
 
     def poll(self) -> list[Completion]:
-        """Prefill waiting prompts or decode one token for every active sample (row by row: finish
-        one sample). Return what finished. Raises RuntimeError after a failed load of weights; the
-        requests stay open."""
+        """Prefill waiting prompts or decode one token for every active sample (with CUDA graphs: up
+        to eight; row by row: finish one sample). Return what finished. Raises RuntimeError after a
+        failed load of weights; the requests stay open."""
         self._check_ready()
         done = self.batch.step(self.version)
         for completion in done:

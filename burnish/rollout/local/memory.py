@@ -1,7 +1,7 @@
 """Memory of the local engine, for plans.
 
-The engine allocates slots that grow (``running_batch.py``, ``models/cache_attention.py``). If it
-records CUDA graphs, it allocates all positions at once.
+The engine allocates slots that grow by blocks of positions (``running_batch.py``,
+``models/cache_attention.py``). The plan counts them at the length limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from burnish.plan.rollout_role import (
 )
 from burnish.plan.shapes import ModelShape
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.running_batch import FIRST_ROOM
+from burnish.rollout.local.decode_graphs import BLOCK, DecodeGraphs
+from burnish.rollout.local.running_batch import blocks_of
 
 
 def role_memory(
@@ -47,7 +48,7 @@ def role_memory(
     dtype = role.dtype
     graphs = gpu and engine.cuda_graphs
     cache, slots = local_cache(shape, engine, demand, dtype, graphs=graphs)
-    logits = local_logits(shape, slots, graphs=graphs, longest=demand.longest)
+    logits = local_logits(shape, slots, graphs=graphs)
     prompt = demand.prompt if role.episodes is None else demand.longest - 1  # of the last turn
     count = max(1, min(slots, engine.max_prefill_tokens // prompt))
     rows = uniform_rows(count, prompt + 1, prompt, group=1)
@@ -70,7 +71,9 @@ def role_memory(
     if role.overlaps:  # sampling continues in all phases
         kept_cache = with_fragmentation(context, tuple(passing))
         passing = []
-    elif role.continues or (graphs and not engine.sleep_between_rollouts):
+    elif graphs and not engine.sleep_between_rollouts:
+        kept_cache = (cache, logits)  # the graphs have memory of their own
+    elif role.continues:
         kept_cache = (cache,)
     resident: dict[str, Items] = {phase: (*always, *waiting, *kept_cache) for phase in PHASES}
     resident["load"] = always
@@ -105,8 +108,11 @@ def rows_at_once(
     return engine.slots
 
 
-LAYER_KERNELS, SAMPLING_KERNELS = 39, 25
-"""Kernels of a decode step: of a layer, and of sampling, outside of the graph."""
+LAYER_KERNELS, DRAW_KERNELS, SAMPLING_KERNELS = 39, 46, 25
+"""Kernels of a decode step: of a layer; of drawing and of the rows' state in a recorded step; and
+of sampling that the host launches."""
+BLOCK_LAUNCHES = 6
+"""Copies and kernels that the host launches for each block of recorded steps."""
 
 
 def decode_step(engine: LocalEngine, *, layers: int, length: float) -> DecodeStep:
@@ -114,7 +120,8 @@ def decode_step(engine: LocalEngine, *, layers: int, length: float) -> DecodeSte
     exist for powers of two."""
     kernels = float(layers * LAYER_KERNELS)
     if engine.cuda_graphs:
-        return DecodeStep(kernels, SAMPLING_KERNELS, _power_of_two(round(length)))
+        launched = 2 + BLOCK_LAUNCHES / BLOCK  # two graphs
+        return DecodeStep(kernels + DRAW_KERNELS, launched, DecodeGraphs.padded(round(length)))
     return DecodeStep(0.0, kernels + SAMPLING_KERNELS, length)
 
 
@@ -138,30 +145,20 @@ def local_cache(
     """Return the local engine's cache and its number of slots."""
     slots = min(config.max_batch_size, max(demand.sequences, 1))
     if graphs:
-        slots, capacity = _power_of_two(slots), demand.longest
-    else:
-        capacity = demand.prompt + min(demand.new_tokens, FIRST_ROOM)
-        while capacity < demand.longest:
-            capacity = (capacity + 1) + (capacity + 1) // 2
+        slots = DecodeGraphs.padded(slots)
+    capacity = blocks_of(demand.longest)
     size = slots * capacity * bytes_per_token(shape, dtype)
-    grow = (
-        0 if graphs else size // max(2 * len(shape.layers), 1)
-    )  # tensors are copied one at a time
+    growth = size // max(2 * len(shape.layers), 1)  # tensors are copied one at a time
     formula = f"{slots} slots x {capacity} positions x {bytes_per_token(shape, dtype)} B"
-    return Item("KV cache", size + grow, formula), slots
+    return Item("KV cache", size + growth, formula), slots
 
 
-def local_logits(shape: ModelShape, slots: int, *, graphs: bool, longest: int) -> Item:
+def local_logits(shape: ModelShape, slots: int, *, graphs: bool) -> Item:
     """Return the memory of a decode step's logits and of the sampling tensors derived from them:
     [slots, vocabulary] fp32."""
     vocabulary = shape.vocab_size
     size, formula = 4 * 4 * slots * vocabulary, f"4 x {slots} x {vocabulary} x 4 B"
-    if graphs:  # each recorded graph keeps its own result
-        lengths = max(1, (_power_of_two(longest) // 64).bit_length())
-        size += 2 * 4 * _power_of_two(slots) * vocabulary * lengths
-        formula += f", and the outputs of CUDA graphs for {lengths} lengths"
+    if graphs:  # half precision, fp32, and those that recorded draws read
+        size += 3 * 4 * slots * vocabulary
+        formula = f"7 x {slots} x {vocabulary} x 4 B, with those of CUDA graphs"
     return Item("logits/loss", size, formula)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(0, count - 1).bit_length()

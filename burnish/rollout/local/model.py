@@ -17,22 +17,28 @@ every weight, which takes as long as the matmuls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from burnish.models.attention import NO_MASK, DecodePlan
+from burnish.errors import BurnishError
+from burnish.models.attention import NO_MASK
 from burnish.models.cache_attention import KVCache, full_vectors, least_rows
 from burnish.models.half_linear import WideLinear
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
+from burnish.oom import free_memory
 from burnish.rollout.local.config import LocalEngine
+from burnish.rollout.local.decode_graphs import DecodeGraphs
+
+
+class CacheTooLargeError(BurnishError, MemoryError):
+    """A KV cache that does not fit into the GPU's memory was not allocated."""
 
 
 class LocalModel:
@@ -60,7 +66,8 @@ class LocalModel:
         self._padded: dict[tuple[int, int], int] = {}
         """(number of threads, rows) -> result of :meth:`padded`."""
         self._wide: list[Fp32Layer] | None = None
-        self._graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | None = None
+        """Recorded decode steps and their cache, kept between rollouts."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -80,7 +87,7 @@ class LocalModel:
 
     def free(self) -> None:
         """Free copies of the weights, captured graphs and their cache."""
-        self._wide = self._graphs = None
+        self._wide = self.graphs = None
 
     def padded(self, rows: int) -> int:
         """Return the number of rows for a pass over ``rows`` tokens.
@@ -113,14 +120,54 @@ class LocalModel:
         )
         return out.last_hidden_state
 
-    def graphs_for(self, num_slots: int, capacity: int) -> DecodeGraphs:
-        """Return decode graphs over a cache of at least this size, reused between calls."""
-        have = self._graphs.cache if self._graphs is not None else None
-        if have is None or have.num_slots < num_slots or have.capacity < capacity:
-            cache = KVCache(num_slots, capacity)
-            self._graphs = DecodeGraphs(self.body, self.head_logits, cache, self.device)
-        assert self._graphs is not None
-        return self._graphs
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        """Return a cache, whose memory is allocated with the first keys and values."""
+
+        def check(cache: KVCache, layer_bytes: int) -> None:
+            layers = int(self.model.config.get_text_config().num_hidden_layers)
+            self._check_room(cache.num_slots, cache.capacity, layers * layer_bytes)
+
+        return KVCache(num_slots, capacity, transposed_keys=self.stable, check=check)
+
+    def resize(self, cache: KVCache, num_slots: int, capacity: int) -> None:
+        """Change the size of a cache, and drop the graphs over it. Raises CacheTooLargeError."""
+        self.graphs = None
+        before = cache.num_bytes
+        if before:
+            size = before * num_slots * capacity // (cache.num_slots * cache.capacity)
+            largest = max(t.nbytes for t in (*cache.keys.values(), *cache.values.values()))
+            self._check_room(num_slots, capacity, size, replaced=before - largest)
+        cache.resize(num_slots, capacity)
+
+    def graphs_over(self, cache: KVCache) -> DecodeGraphs:
+        """Return the decode graphs over ``cache``, and keep them until :meth:`free`."""
+        if self.graphs is None or self.graphs.cache is not cache:
+            self.graphs = DecodeGraphs(
+                self.body, self.head_logits, cache, self.device, stable=self.stable
+            )
+        return self.graphs
+
+    def _check_room(
+        self, num_slots: int, capacity: int, num_bytes: int, *, replaced: int = 0
+    ) -> None:
+        """Raise CacheTooLargeError if a cache does not fit into the memory of the GPU.
+        ``replaced``: bytes that are freed meanwhile."""
+        free = free_memory(self.device)
+        if free is None or num_bytes - replaced <= free:
+            return
+        fitting = (free + replaced) * num_slots // num_bytes
+        advice = (
+            f"use rollout.engine.max_batch_size={DecodeGraphs.largest_bucket(fitting)} or less, or "
+            "shorter prompts and responses"
+            if fitting
+            else "use shorter prompts and responses (rollout.generate_max_len)"
+        )
+        raise CacheTooLargeError(
+            f"the KV cache of the local engine must grow to {num_slots} slots x {capacity} "
+            f"positions = {num_bytes / 1e9:.2f} GB, and {(free + replaced) / 1e9:.2f} GB of "
+            f"{self.device} are free for it (rollout.engine.max_batch_size="
+            f"{self.config.max_batch_size}): {advice}"
+        )
 
     def what_is_broken(self, version: int) -> str:
         """Return the error message for log-probs that are not finite, with the likely cause."""
@@ -226,85 +273,3 @@ def _forward(wide: Fp32Layer, inputs: Tensor) -> Tensor:
     if single:
         out = out[:1].reshape(*inputs.shape[:-1], -1)
     return out.to(inputs.dtype)
-
-
-# ---- CUDA graphs ---------------------------------------------------------------------------
-
-
-@dataclass
-class _Recorded:
-    """A graph and all tensors that it reads and writes by address. A tensor that is freed may be
-    replaced by another one there."""
-
-    graph: torch.cuda.CUDAGraph
-    tokens: Tensor  # [B]
-    plan: DecodePlan
-    mask: Tensor  # [B, 1, 1, length], that of the plan
-    logits: Tensor  # [B, V]
-
-
-class DecodeGraphs:
-    """Captures and replays ``logits = head(body(tokens))`` for decode plans over one cache: one
-    launch per token instead of hundreds of small kernels.
-
-    One graph is captured per (batch bucket, length bucket), both powers of two, over a cache with
-    fixed addresses. Rows beyond the active ones write garbage to free slots, which are never read.
-    """
-
-    def __init__(
-        self,
-        body: Callable[[Tensor, Tensor, DecodePlan], Tensor],
-        head: Callable[[Tensor], Tensor],
-        cache: KVCache,
-        device: torch.device,
-    ) -> None:
-        self.body, self.head, self.cache, self.device = body, head, cache, device
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self._pool: Any = None
-
-    @staticmethod
-    def padded(count: int) -> int:
-        """Return the bucket of a count: the next power of two."""
-        return 1 << max(0, count - 1).bit_length()
-
-    def step(self, tokens: Tensor, positions: Tensor, length: int) -> Tensor:
-        """Compute the fp32 logits [B, V] for one new token per active sequence."""
-        count = tokens.numel()
-        batch = self.padded(count)
-        reach = min(self.padded(max(length, 64)), self.cache.capacity)
-        if (batch, reach) not in self._recorded:
-            with torch.cuda.device(self.device):  # may differ from the current device
-                self._recorded[batch, reach] = self._record(batch, reach)
-        recorded = self._recorded[batch, reach]
-        recorded.tokens[:count].copy_(tokens)
-        places = recorded.plan.positions
-        places.zero_()
-        places[:count].copy_(positions)
-        keys = torch.arange(reach, device=self.device)
-        recorded.mask.copy_((keys[None] <= places[:, None])[:, None, None])
-        recorded.graph.replay()
-        return recorded.logits[:count].clone()
-
-    def _record(self, batch: int, reach: int) -> _Recorded:
-        tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        # Warm-up and capture write to the last position, which no active sequence has reached.
-        positions = torch.full_like(tokens, self.cache.capacity - 1)
-        mask = torch.ones(batch, 1, 1, reach, dtype=torch.bool, device=self.device)
-        slots = torch.arange(batch, device=self.device)
-        plan = DecodePlan(self.cache, slots, positions, reach, mask)
-
-        def forward() -> Tensor:
-            return self.head(self.body(tokens[:, None], positions[:, None], plan)[:, 0])
-
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                forward()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # CUDA calls of other threads do not abort this capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = forward()
-        self._pool = graph.pool()
-        return _Recorded(graph, tokens, plan, mask, logits)

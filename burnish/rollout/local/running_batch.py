@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,12 +29,27 @@ from burnish.models.attention import PackedPlan, decode_plan, plan_segments
 from burnish.models.cache_attention import Extension, KVCache, PrefillPlan, prefill_plan, rounded
 from burnish.models.segments import Segment
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.local.model import DecodeGraphs, LocalModel
-from burnish.rollout.local.sampling import kept_rows, sample_tokens, uniforms_for
+from burnish.rollout.local.decode_graphs import BLOCK, Block, DecodeGraphs, DrawnStep, RowState
+from burnish.rollout.local.model import LocalModel
+from burnish.rollout.local.sampling import (
+    draw_by_group,
+    draw_groups,
+    keeps_many,
+    kept_of_rows,
+    uniforms_for,
+)
 from burnish.rollout.requests import LiveSample, StopRule
+from burnish.tensors import upload
 
-FIRST_ROOM = 64
-"""Positions for new tokens in a new cache that can grow."""
+POSITIONS = 64
+"""Positions of a block of the cache."""
+_LEAST_ROOM = 256
+"""Positions by which a cache grows at least, if rows can become as long."""
+
+
+def blocks_of(length: int) -> int:
+    """Return the positions of the blocks that hold a row of ``length`` tokens."""
+    return -(-length // POSITIONS) * POSITIONS
 
 
 class _Row(LiveSample):
@@ -43,6 +58,11 @@ class _Row(LiveSample):
     uniforms: Tensor  # [maximum new tokens]
     released = False
     """True if the conversation was released while the sample was open: its cache is not kept."""
+
+    @property
+    def longest(self) -> int:
+        """Return the length of prompt and response at the length limit."""
+        return len(self.request.prompt_ids) + self.request.limit(self.sampling)
 
 
 @dataclass
@@ -66,10 +86,6 @@ class RunningBatch:
         self.kept: dict[str | None, _Kept] = {}
         """Conversation -> its cache, the least recently used first. None is never a key."""
         self.cache: KVCache | None = None
-        self.graphs: DecodeGraphs | None = None
-        device = network.device
-        self.tokens = torch.zeros(0, dtype=torch.int64, device=device)  # [B] last token
-        self.positions = torch.zeros(0, dtype=torch.int64, device=device)  # [B] its position
 
     # ---- the queue -------------------------------------------------------------------------
 
@@ -102,15 +118,14 @@ class RunningBatch:
         """Drop the cache. Active samples wait again, before all others, and continue after their
         tokens: a prefill recomputes their keys and values."""
         self.waiting.extendleft([row] for row in reversed(self.active))
-        self.active, self.kept = [], {}
-        self.tokens, self.positions = self.tokens[:0], self.positions[:0]
-        self.cache = self.graphs = None
+        self.active, self.kept, self.cache = [], {}, None
 
     # ---- computing -------------------------------------------------------------------------
 
     def step(self, version: int) -> list[Completion]:
-        """Prefill waiting prompts if there are free slots, else decode one token for every active
-        sample. Return what finished. ``version`` is that of the weights.
+        """Prefill waiting prompts if there are free slots, else decode every active sample: one
+        token, or with CUDA graphs a block of tokens. Return what finished. ``version`` is that of
+        the weights.
 
         Raises SamplingError if a log-prob is not finite. After any error all samples wait again.
         """
@@ -137,7 +152,7 @@ class RunningBatch:
             return
         self.network.weights_changed()
         if not self.kept:
-            self.cache = self.graphs = None
+            self.cache = None
 
     def _admit(self, version: int) -> None:
         """Prefill as many waiting prompts as fit, in one packed row, and draw the next token of
@@ -156,40 +171,50 @@ class RunningBatch:
         self.active += new  # before anything that can fail: restart finds them
         cached = self._place(units, first)
         logits = self.network.head_logits(self._prefill(units, cached, first))
-        counts = torch.tensor([len(unit) for unit in units], device=logits.device)
-        lengths = torch.tensor([unit[0].length for unit in units], device=logits.device)
-        self.positions = torch.cat([self.positions, lengths.repeat_interleave(counts) - 1])
-        self.tokens = torch.cat(
-            [self.tokens, torch.zeros(len(new), dtype=torch.int64, device=logits.device)]
-        )
-        self._draw(logits.repeat_interleave(counts, dim=0), first, version)
+        of_row = [i for i, unit in enumerate(units) for _ in unit]
+        self._draw(logits[upload(torch.tensor(of_row), logits.device)], new, version)
 
     def _make_room(self) -> None:
-        """Make a cache with a slot for every sample that can be active now, and with the positions
-        of their prompts. Captured graphs need fixed addresses, so they get all positions."""
-        rows = [unit[0] for unit in self.waiting]
-        slots = len(self.active) + len(self.kept) + sum(len(unit) for unit in self.waiting)
-        slots = min(self.max_slots, slots)
-        longest = max(row.length for row in rows)
-        most = max(row.request.limit(row.sampling) for row in rows)
-        room = most if self.network.uses_graphs else min(most, FIRST_ROOM)
-        capacity = longest + room
-        needed = capacity if self.network.uses_graphs else longest
-        old = self.cache
-        if old is not None and old.num_slots >= slots and old.capacity >= needed:
-            return
-        if self.network.uses_graphs:
-            if old is not None:
-                slots, capacity = max(slots, old.num_slots), max(capacity, old.capacity)
-            self.graphs = self.network.graphs_for(DecodeGraphs.padded(slots), capacity)
-            self.cache = self.graphs.cache
-            if old is not None and old is not self.cache:
-                self.cache.copy_from(old)
-        elif old is None:
-            stable = self.network.stable
-            self.cache = KVCache(slots, self._rounded(capacity), transposed_keys=stable)
-        else:
-            old.resize(num_slots=slots, capacity=self._rounded(capacity))
+        """Make the cache large enough for the samples that can be active now and the prompts."""
+        slots, longest = self._slots(), max(row.length for row in self._all_rows())
+        if self.cache is None and self.network.graphs is not None:
+            self.cache = self.network.graphs.cache
+        if self.cache is None:
+            self.cache = self.network.new_cache(slots, self._capacity(longest))
+        elif self.cache.num_slots < slots or self.cache.capacity < longest:
+            self._resize(self.cache, longest)
+
+    def _resize(self, cache: KVCache, length: int) -> None:
+        """Give the cache the slots that are needed from now on, and the positions of rows of
+        ``length`` tokens. It shrinks if samples have finished, unless it keeps conversations."""
+        slots, capacity = self._slots(), self._capacity(length)
+        if self.network.keeps_conversations:
+            slots, capacity = max(slots, cache.num_slots), max(capacity, cache.capacity)
+        self.network.resize(cache, slots, capacity)
+
+    def _room_for(self, num_keys: int) -> KVCache:
+        """Return the cache with at least ``num_keys`` positions."""
+        assert self.cache is not None
+        if num_keys > self.cache.capacity:
+            self._resize(self.cache, num_keys)
+        return self.cache
+
+    def _all_rows(self) -> Iterator[_Row]:
+        yield from self.active
+        for rows in self.waiting:
+            yield from rows
+
+    def _slots(self) -> int:
+        """Return the number of samples that can be active at once, from those that are open."""
+        waiting = sum(len(rows) for rows in self.waiting)
+        slots = min(self.max_slots, len(self.active) + len(self.kept) + waiting)
+        return DecodeGraphs.padded(slots) if self.network.uses_graphs else slots
+
+    def _capacity(self, length: int) -> int:
+        """Return the positions of a cache whose longest row has ``length`` tokens now: blocks, with
+        room to grow as far as a row can."""
+        longest = max(row.longest for row in self._all_rows())
+        return blocks_of(max(length, min(length + max(_LEAST_ROOM, length // 4), longest)))
 
     def _reusable(self, row: _Row) -> int:
         """Return the number of tokens of ``row`` that the kept cache of its conversation has. The
@@ -238,7 +263,7 @@ class RunningBatch:
         """Copy slots to others, all at once; ``moves``: (source, target)."""
         moves = [(source, target) for source, target in moves if source != target]
         if moves and self.cache is not None:
-            source, target = torch.tensor(moves, device=self.network.device).T
+            source, target = upload(torch.tensor(moves).T.contiguous(), self.network.device)
             self.cache.move(source, target, length)
 
     def _prefill(self, units: Sequence[Sequence[_Row]], cached: Sequence[int], slot: int) -> Tensor:
@@ -272,44 +297,67 @@ class RunningBatch:
         return hidden[torch.tensor([e.q_start + e.q_len - 1 for e in extensions], device=device)]
 
     def _decode(self, version: int) -> None:
-        """Decode one token for every active sample."""
-        cache, tokens, positions = self.cache, self.tokens, self.positions
-        assert cache is not None
-        length = max(row.length for row in self.active)
-        if self.graphs is not None:
-            self._draw(self.graphs.step(tokens, positions, length), 0, version)
+        """Decode one token for every active sample, or with CUDA graphs a block of tokens."""
+        if self.network.uses_graphs:
+            self._decode_block(version)
             return
-        if length > cache.capacity:
-            cache.resize(capacity=self._rounded(length + length // 2))
+        length = max(row.length for row in self.active)
+        cache, count = self._room_for(length), len(self.active)
+        rows = [[row.tokens[-1] for row in self.active], [row.length - 1 for row in self.active]]
+        tokens, positions = upload(torch.tensor(rows), self.network.device)
         plan = decode_plan(cache, positions, self._rounded(length), stable=self.network.stable)
-        count = len(self.active)
         padding = self.network.padded(count) - count
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         hidden = self.network.body(tokens[:, None], positions[:, None], plan)[:count, 0]
-        self._draw(self.network.head_logits(hidden), 0, version)
+        self._draw(self.network.head_logits(hidden), self.active, version)
+
+    def _decode_block(self, version: int) -> None:
+        """Decode up to :data:`~burnish.rollout.local.decode_graphs.BLOCK` tokens for every active
+        sample with recorded steps, and read them at once."""
+        num_steps = min(BLOCK, max(row.longest - row.length for row in self.active))
+        if any(keeps_many(row.sampling) for row in self.active):
+            num_steps = 1  # the recorded ids of a step may have the size of its logits
+        uniforms = torch.zeros(num_steps, len(self.active))
+        states = []
+        for i, row in enumerate(self.active):
+            begin = len(row.tokens)
+            numbers = row.uniforms[begin : begin + num_steps]
+            uniforms[: len(numbers), i] = numbers
+            last = row.longest - 2  # the last token is never an input
+            states.append(RowState(row.tokens[-1], row.length - 1, last, tuple(row.stop.tokens)))
+        groups = draw_groups([row.sampling for row in self.active], self.network.device)
+        block = Block(states, uniforms, groups)
+        graphs = self.network.graphs_over(self._room_for(block.num_keys))
+        self._add(self.active, graphs.run(block), version)
 
     def _rounded(self, length: int) -> int:
         """Return a number of keys of at least ``length``, whose sums are stable."""
         return rounded(length) if self.network.keeps_conversations else length
 
-    def _draw(self, logits: Tensor, first: int, version: int) -> None:
-        """Sample one token for each sample from slot ``first`` on; logits [B - first, V]."""
-        rows = self.active[first:]
-        uniforms = torch.stack([r.uniforms[len(r.tokens)] for r in rows]).to(logits.device)
-        tokens, logprobs, kept_ids = _sample_by_parameters(
-            logits, uniforms, [r.sampling for r in rows]
-        )
-        self.tokens[first:] = tokens
-        self.positions[first:] += 1
+    def _draw(self, logits: Tensor, rows: Sequence[_Row], version: int) -> None:
+        """Sample one token for each of ``rows``; logits [B, V]."""
+        uniforms = upload(torch.stack([r.uniforms[len(r.tokens)] for r in rows]), logits.device)
+        groups = draw_groups([r.sampling for r in rows], logits.device)
+        tokens, logprobs, kept = draw_by_group(logits, uniforms, groups)
         # One copy from the device: fp64 holds token ids and fp32 log-probs exactly.
-        ids, logprob_values = torch.stack([tokens.double(), logprobs.double()]).tolist()
-        if not all(map(math.isfinite, logprob_values)):
-            raise SamplingError(self.network.what_is_broken(version))
-        for row, token, logprob, kept_of_row in zip(
-            rows, ids, logprob_values, kept_ids, strict=True
-        ):
-            row.add(int(token), logprob, version, kept_ids=kept_of_row)
+        ids, values = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        (kept_ids,) = kept_of_rows(groups, [kept], len(rows))
+        self._add(rows, [DrawnStep(ids, values, kept_ids)], version)
+
+    def _add(self, rows: Sequence[_Row], steps: Sequence[DrawnStep], version: int) -> None:
+        """Append the tokens of each step to ``rows``, up to the token that ends a row. Steps from
+        the first log-prob on that is not finite are dropped. Raises SamplingError if that is the
+        first step."""
+        for number, step in enumerate(steps):
+            drawn = zip(rows, step.tokens, step.logprobs, step.kept, strict=True)
+            values = [value for value in drawn if value[0].reason is None]
+            if not all(math.isfinite(logprob) for _, _, logprob, _ in values):
+                if number:
+                    return
+                raise SamplingError(self.network.what_is_broken(version))
+            for row, token, logprob, ids in values:
+                row.add(int(token), logprob, version, kept_ids=ids)
 
     def _remove(self, gone: Sequence[int]) -> None:
         """Remove active samples and move the last ones into their slots."""
@@ -337,29 +385,4 @@ class RunningBatch:
             moves.append((i, conversation.slot))
             length = max(length, len(conversation.ids))
         self._move(moves, length)
-        index = torch.tensor(order, dtype=torch.int64, device=self.tokens.device)
         self.active = [self.active[i] for i in order]
-        self.tokens, self.positions = self.tokens[index], self.positions[index]
-
-
-def _sample_by_parameters(
-    logits: Tensor, uniforms: Tensor, samplings: Sequence[Sampling]
-) -> tuple[Tensor, Tensor, list[Sequence[int] | None]]:
-    """Return tokens [B], log-probs [B] and the kept ids of each row, drawn in groups of rows with
-    equal parameters."""
-    if all(sampling is samplings[0] for sampling in samplings):
-        drawn = sample_tokens(logits, uniforms, samplings[0])
-        return drawn.tokens, drawn.logprobs, kept_rows(drawn.kept, len(samplings))
-    groups: dict[Sampling, list[int]] = {}
-    for row, sampling in enumerate(samplings):
-        groups.setdefault(sampling, []).append(row)
-    tokens = torch.empty(len(samplings), dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(len(samplings), dtype=torch.float32, device=logits.device)
-    kept_ids: list[Sequence[int] | None] = [None] * len(samplings)
-    for sampling, members in groups.items():
-        index = torch.tensor(members, device=logits.device)
-        drawn = sample_tokens(logits[index], uniforms[index], sampling)
-        tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs
-        for row, ids_of_row in zip(members, kept_rows(drawn.kept, len(members)), strict=True):
-            kept_ids[row] = ids_of_row
-    return tokens, logprobs, kept_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burnish.rollout.base import Sampling
+from burnish.tensors import upload
 
 _BLOCK = 256
 
@@ -101,6 +103,82 @@ def _draw_filtered(
     # with NaN weights no token is kept; the caller checks the log-probs
     place = torch.minimum(place, keep.sum(-1, keepdim=True) - 1).clamp_(min=0)
     return index.gather(-1, place)[:, 0], index.masked_fill(~keep, -1), running[:, -1]
+
+
+@dataclass(frozen=True)
+class DrawGroup:
+    """Rows of a batch that are drawn together, because their parameters are equal."""
+
+    sampling: Sampling
+    members: Sequence[int] | None
+    """Rows of the batch. None: all."""
+    index: Tensor | None
+    """``members`` on the device."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return the parameters of a draw."""
+        return _draw_key(self.sampling)
+
+
+def _draw_key(sampling: Sampling) -> tuple[object, ...]:
+    cut = sampling.top_p, sampling.top_k, sampling.min_p
+    return sampling.temperature, *cut, sampling.sampling_mask
+
+
+def draw_groups(samplings: Sequence[Sampling], device: torch.device) -> list[DrawGroup]:
+    """Return the rows of a batch in groups with equal parameters of a draw."""
+    if all(sampling is samplings[0] for sampling in samplings):
+        return [DrawGroup(samplings[0], None, None)]
+    members: dict[tuple[object, ...], list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        members.setdefault(_draw_key(sampling), []).append(row)
+    if len(members) == 1:
+        return [DrawGroup(samplings[0], None, None)]
+    return [
+        DrawGroup(samplings[rows[0]], rows, upload(torch.tensor(rows), device))
+        for rows in members.values()
+    ]
+
+
+def draw_by_group(
+    logits: Tensor, uniforms: Tensor, groups: Sequence[DrawGroup]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Return tokens [B], log-probs [B] and the kept ids of each group (:class:`Drawn`). ``logits``
+    [B, V] fp32 are overwritten."""
+    if groups[0].index is None:
+        drawn = sample_tokens(logits, uniforms, groups[0].sampling)
+        return drawn.tokens, drawn.logprobs, [drawn.kept]
+    tokens = torch.empty(len(uniforms), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(uniforms), dtype=torch.float32, device=logits.device)
+    kept: list[Tensor | None] = []
+    for group in groups:
+        drawn = sample_tokens(logits[group.index], uniforms[group.index], group.sampling)
+        tokens[group.index], logprobs[group.index] = drawn.tokens, drawn.logprobs
+        kept.append(drawn.kept)
+    return tokens, logprobs, kept
+
+
+def kept_of_rows(
+    groups: Sequence[DrawGroup], kept: Sequence[Sequence[Tensor | None]], num_rows: int
+) -> list[list[Sequence[int] | None]]:
+    """Return the kept ids of each step and row, from those of each step and group. None: they are
+    not recorded."""
+    steps: list[list[Sequence[int] | None]] = [[None] * num_rows for _ in kept]
+    for number, group in enumerate(groups):
+        of_group = [step[number] for step in kept]
+        if of_group[0] is None:
+            continue
+        members = range(num_rows) if group.members is None else group.members
+        joined = torch.cat([ids for ids in of_group if ids is not None])
+        for i, ids in enumerate(kept_rows(joined, len(joined))):
+            steps[i // len(members)][members[i % len(members)]] = ids
+    return steps
+
+
+def keeps_many(sampling: Sampling) -> bool:
+    """Return whether recorded ids of a draw have the width of the vocabulary."""
+    return sampling.sampling_mask and sampling.is_cut and not sampling.top_k
 
 
 def kept_rows(kept_ids: Tensor | None, num_rows: int) -> list[Sequence[int] | None]:

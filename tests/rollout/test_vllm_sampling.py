@@ -14,7 +14,7 @@ import pytest
 from burnish.config import ConfigError, load_config
 from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.models.load import load_tokenizer
-from burnish.preflight.limits import sampling_problems
+from burnish.preflight.limits import vocabulary_problems
 from burnish.rollout.base import Request, Sampling
 from burnish.rollout.requests import LiveSample, StopRule
 from burnish.rollout.vllm.sampling import check_sampling, sampling_fields
@@ -126,8 +126,8 @@ def test_what_does_not_fit_the_vocabulary_is_found_before_the_model_is_loaded(
         "train": {"train_batch_size": 4},
         "max_steps": 1,
     }
-    stop, top_k = sampling_problems(load_config(tree))
+    stop, top_k = vocabulary_problems(load_config(tree))
     assert stop.startswith(f"rollout.stop_token_ids contains {VOCAB},")
     assert top_k.startswith(f"rollout.top_k={VOCAB + 1} with sampling_mask")
     rollout |= {"top_k": VOCAB, "stop_token_ids": [VOCAB - 1]}
-    assert list(sampling_problems(load_config(tree))) == []
+    assert list(vocabulary_problems(load_config(tree))) == []

@@ -66,7 +66,7 @@ MAX_DEPTH = 200
 """Maximum nesting of a result. The parent could not parse a much deeper one."""
 
 
-class OpenEpisode:
+class EpisodeThread:
     """One environment object and the thread in which its sync methods run."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -149,7 +149,7 @@ class CallHandler:
         self.loop = loop
         self.make: Callable[[], Any] = lambda: None
         self.agent: Callable[..., Any] = lambda task, endpoint: None
-        self.episodes: dict[str, OpenEpisode] = {}
+        self.episodes: dict[str, EpisodeThread] = {}
 
     async def handle(self, request: dict[str, Any]) -> Any:
         """Return the reply's content. Raises whatever user code raises."""
@@ -162,7 +162,7 @@ class CallHandler:
         if op == "run":
             return await self.run(name, request["task"], Endpoint(**request["endpoint"]))
         if op == "open":
-            episode = self.episodes[name] = OpenEpisode(self.loop)
+            episode = self.episodes[name] = EpisodeThread(self.loop)
             episode.environment = await episode.call(self.make)
             start = await episode.call(episode.environment.reset, request["task"], request["seed"])
             return as_mapping(start, "reset", ("messages", "tools"))
@@ -227,7 +227,7 @@ class CallHandler:
         return {"python": sys.version.split()[0]}
 
     async def run(self, name: str, task: dict[str, Any], endpoint: Endpoint) -> Any:
-        episode = self.episodes[name] = OpenEpisode(self.loop)
+        episode = self.episodes[name] = EpisodeThread(self.loop)
         try:
             return await episode.call(self.agent, task, endpoint)
         finally:

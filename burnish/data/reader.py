@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from burnish.config.base import module_of
 from burnish.data.base import Row
 from burnish.data.config import DataConfig
-from burnish.data.rows import column, content_column, prompt_column
+from burnish.data.rows import column, prompt_column, response_column
 
 C = TypeVar("C", bound=DataConfig)
 
@@ -31,7 +31,7 @@ class RowReader(Generic[C]):
         for field, key in self.config.needed_keys.items():
             column(row, key, field)
         keys = self.config.content_keys
-        return [self.prompt(row), *(content_column(row, key, f) for f, key in keys.items())]
+        return [self.prompt(row), *(response_column(row, key, f) for f, key in keys.items())]
 
 
 def reader_of(config: DataConfig) -> RowReader[Any]:

@@ -14,11 +14,11 @@ from burnish.data.config import DataConfig
 from burnish.data.rows import (
     EncodedRow,
     Exchange,
-    content_column,
     encode_exchange,
     exchange,
     is_text,
     prompt_column,
+    response_column,
 )
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
@@ -66,7 +66,7 @@ class RepeatedPrompts:
             try:
                 row = source[i]
                 prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-                responses = [content_column(row, key, "") for key in self._keys]
+                responses = [response_column(row, key, "") for key in self._keys]
             except DataError:  # encoding the row reports the error
                 continue
             if prompt and is_text(prompt, *responses):

@@ -120,6 +120,15 @@ def content_column(row: Row, key: str, field: str) -> Any:
     return without_nulls(value) if row.fills_nulls else value
 
 
+def response_column(row: Row, key: str, field: str) -> Any:
+    """Return the text or the messages in column ``key``, as :func:`content_column` does. A text in
+    a row of the job generate is what was sampled, also if it is JSON of messages."""
+    value = column(row, key, field)
+    ends = {"finish_reason", f"{key}_finish_reason"} & row.values.keys()
+    is_sampled = f"{key}_tokens" in row.values or (ends and "prompt_id" in row.values)
+    return value if is_sampled and isinstance(value, str) else content_column(row, key, field)
+
+
 def prompt_column(row: Row, key: str, template: str | None) -> Any:
     """Return the prompt of a row: ``template`` filled with its columns, or column ``key``.
 
@@ -267,7 +276,7 @@ def exchange(
     usable = is_list and all(isinstance(i, int) and not isinstance(i, bool) for i in ids or ())
     return Exchange(
         prompt,
-        content_column(row, key, field),
+        response_column(row, key, field),
         tools_column(row, config),
         list(ids or ()) if usable else None,
         row.values.get("prompt_tokens"),

@@ -81,7 +81,7 @@ class Generation:
         if generation_prompts.left_out:
             log.warning(
                 "columns of the data that are not copied to the output, because their names are "
-                "those of output columns, or of columns that SFT reads: %s",
+                "those of output columns, or of columns that the next job would read: %s",
                 ", ".join(generation_prompts.left_out),
             )
 

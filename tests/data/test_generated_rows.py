@@ -21,6 +21,8 @@ from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.generation import GenerationPrompts
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import GivenResponses
 from burnish.data.selection import select
 from burnish.data_files.writing import json_line, write_parquet
 from burnish.types import Group, Sample
@@ -178,6 +180,67 @@ def test_a_truncated_response_has_no_trained_end_token(
         assert chars.eos_token_id not in ids
     for _, ids in trained(load_batch(SFTDataConfig(sources=(path,), use_tokens=False), chars)):
         assert ids[-1] == chars.eos_token_id
+
+
+SYSTEM = {"role": "system", "content": "b"}
+TOOL = {"name": "d", "description": "e", "parameters": {"type": "object", "properties": {}}}
+WITH_TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + CHAT
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "a", "system": "b"}, {"apply_chat_template": True}),
+        ({"prompt": "a", "system": "b"}, {"prompt_template": "{system}{prompt}"}),
+        ({"prompt": "a", "system_prompt": "b"}, {"prompt_template": "{prompt}c"}),
+        *(
+            ({"prompt": "a", "system": "b"}, {"prompt_template": text, "apply_chat_template": True})
+            for text in ("{system}{prompt}", "{prompt}c")
+        ),
+        ({"prompt": [SYSTEM, {"role": "user", "content": "a"}], "system": "b"}, {}),
+        ({"prompt": "a", "tools": [TOOL]}, {"apply_chat_template": True}),
+        ({"prompt": "a", "f": [TOOL]}, {"apply_chat_template": True, "tools_key": "f"}),
+        ({"prompt": "a", "tools": [TOOL]}, {"apply_chat_template": True, "tools_key": None}),
+        (
+            {
+                "request": {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]},
+                "response": {"choices": [{"message": {"role": "assistant", "content": "b"}}]},
+            },
+            {},
+        ),
+    ],
+)
+def test_the_next_job_reads_the_prompt_that_was_sampled(
+    row: dict[str, Any],
+    keys: dict[str, Any],
+    tokens: bool,
+    chars: Tok,
+    jsonl: Jsonl,
+    tmp_path: Path,
+) -> None:
+    """Whichever column, template or key its system message and tools came from."""
+    chars.chat_template = WITH_TOOLS
+    data = PromptDataConfig(sources=(jsonl([row]),), **keys)
+    prompts = GenerationPrompts(data, chars)
+    groups = sampled(chars, prompts)
+    by_id = {q.prompt.id: q for q in prompts.take(0, len(prompts))}
+    rows = select(AllSamples(), groups, by_id, with_tokens=tokens, tokenizer=chars).rows
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(map(json_line, rows)))
+    read = load_batch(SFTDataConfig(sources=(str(path),)), chars)
+    given = GivenResponses(ResponseDataConfig(sources=(str(path),)), chars).take(0, 2)
+    for (prompt, _), response, sample in zip(trained(read), given, groups[0].samples, strict=True):
+        assert prompt == list(sample.prompt_ids) == list(response.group.prompt.token_ids)
+
+
+def test_a_sampled_text_that_is_json_of_messages_is_a_text(chars: Tok, jsonl: Jsonl) -> None:
+    text = json.dumps([{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}])
+    row = {"prompt_id": "data:0@0", "prompt": "1+1=", "response": text, "finish_reason": "stop"}
+    expected = [*chars(text, add_special_tokens=False)["input_ids"], chars.eos_token_id]
+    for more in ({}, {"response_tokens": expected}):
+        rows = load_batch(SFTDataConfig(sources=(jsonl([row | more]),)), chars)
+        assert trained(rows)[0][1] == expected
 
 
 @pytest.mark.parametrize("scheme", ["always", "first"])

@@ -10,7 +10,7 @@ from burnish.data.base import DataError, Row
 from burnish.data.demonstrations.config import SHAREGPT_KEY, SFTDataConfig
 from burnish.data.messages import as_messages
 from burnish.data.reader import RowReader
-from burnish.data.rows import column, content_column
+from burnish.data.rows import column, content_column, response_column
 
 
 class Reader(RowReader[SFTDataConfig]):
@@ -31,7 +31,7 @@ class Reader(RowReader[SFTDataConfig]):
             return []
         if kind != self.config.response_key:
             return [content_column(row, kind, "messages_key")]
-        return [super().prompt(row), content_column(row, kind, "response_key")]
+        return [super().prompt(row), response_column(row, kind, "response_key")]
 
 
 def demonstration_key(row: Row, config: SFTDataConfig) -> str:

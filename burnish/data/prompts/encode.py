@@ -85,12 +85,12 @@ class PromptEncoder:
     def encode(self, row: Row, ref: RowRef) -> Prompt:
         config = self._config
         content = prompt_column(row, config.prompt_key, config.prompt_template)
-        return self.with_content(row, ref, content)
+        return self.with_content(row, ref, content, system=system_of(row, config, content))
 
-    def with_content(self, row: Row, ref: RowRef, content: Any) -> Prompt:
-        """Encode the row with ``content`` (text or messages) in place of its own prompt."""
+    def with_content(self, row: Row, ref: RowRef, content: Any, *, system: str | None) -> Prompt:
+        """Encode the row with ``content`` (text or messages) in place of its own prompt, and a
+        ``system`` message before it."""
         config = self._config
-        system = system_of(row, config, content)
         tools = tools_column(row, config)
         text, ids = encode_prompt(
             self._tokenizer,

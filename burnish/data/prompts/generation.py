@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.forms import SYSTEMS
 from burnish.config.generate import ConditionConfig
 from burnish.data.encoded import EncodedTable
-from burnish.data.episode_rows import EPISODE_COLUMNS
+from burnish.data.episode_rows import EPISODE_COLUMNS, TOOLS
 from burnish.data.messages import as_messages
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
@@ -36,7 +37,8 @@ OWN_COLUMNS = frozenset(
 """Column names that the data may not pass through to output rows, in any mode.
 
 The output writes all of them except ``messages``. ``messages`` is excluded because SFT would prefer
-it to ``prompt`` and ``response``.
+it to ``prompt`` and ``response``. System messages in columns of their own are excluded, too: the
+prompt that is written is complete, and the next job would read them again.
 """
 
 COLUMNS_OF_EPISODES = OWN_COLUMNS | EPISODE_COLUMNS
@@ -140,14 +142,17 @@ class _GenerationPromptEncoder:
         in_episodes: bool,
     ) -> None:
         self.limit = config.prompt_max_len
-        self.own_columns = COLUMNS_OF_EPISODES if in_episodes else OWN_COLUMNS
+        self._in_episodes = in_episodes
+        self.own_columns = (COLUMNS_OF_EPISODES if in_episodes else OWN_COLUMNS) | set(SYSTEMS)
+        if config.tools_key != TOOLS:  # the next job would read it
+            self.own_columns |= {TOOLS}
         self.digest = hashlib.sha256()
         self.left_out: set[str] = set()
         self.forms: set[bool] = set()
         self.scanned = False
         self._config, self._condition = config, condition
         self._of_text = PromptEncoder(config, tokenizer, in_episodes=in_episodes)
-        complete = config.model_copy(update={"system_prompt": None, "apply_chat_template": False})
+        complete = config.model_copy(update={"apply_chat_template": False})
         self._of_messages = PromptEncoder(complete, tokenizer)
 
     def encode(self, row: Row, ref: RowRef) -> GenerationPrompt:
@@ -155,15 +160,18 @@ class _GenerationPromptEncoder:
         row_prompt = prompt_column(row, config.prompt_key, config.prompt_template)
         plain = isinstance(row_prompt, str) and not config.apply_chat_template
         content = row_prompt
+        system = system_of(row, config, row_prompt)
         if not plain:
-            content = as_messages(row_prompt, system_prompt=system_of(row, config, row_prompt))
+            content, system = as_messages(row_prompt, system_prompt=system), None
         unconditioned = content
         if condition is not None:  # even if only rows state a reward: errors precede sampling
             stated = with_reward(content, condition.template, condition.wanted_reward or 0.0)
             content = stated if condition.wanted_reward is not None else content
         encoder = self._of_text if plain else self._of_messages
-        prompt = encoder.with_content(row, ref, content)
+        prompt = encoder.with_content(row, ref, content, system=system)
         columns = self._columns(row.columns)
+        if prompt.tools is not None and not self._in_episodes:
+            columns.setdefault(TOOLS, [dict(tool) for tool in prompt.tools])
         if not self.scanned:
             self.forms.add(plain)
             line = f"{prompt.id} {prompt.token_ids} {prompt.label!r} {columns!r}\n"

@@ -288,14 +288,15 @@ class _EpisodeState:
         return await self.policy.in_renderer(self.policy.renderer.render, messages, self.tools)
 
     async def _parse(self, prompt: Ids, completion: Completion) -> tuple[Message, str | None]:
-        parsed = await self.policy.in_renderer(
-            self.policy.renderer.parse,
-            completion.token_ids,
-            self.tools,
-            prompt_ids=prompt,
-            ended=completion.finish_reason == "stop",
-        )
-        return parsed.message, parsed.problem
+        """Return the message of a response, and what is wrong with its calls. No call of an ended
+        response is run if one is malformed: then all of them are text, as they were sampled."""
+        ended = completion.finish_reason == "stop"
+        parse = partial(self.policy.renderer.parse, completion.token_ids, prompt_ids=prompt)
+        parsed = await self.policy.in_renderer(parse, self.tools, ended=ended)
+        if parsed.problem is None or not ended:
+            return parsed.message, parsed.problem
+        as_text = await self.policy.in_renderer(parse, (), ended=ended)
+        return as_text.message, parsed.problem
 
     async def _next_prompt(
         self, prompt: Ids, completion: Completion, messages: Sequence[Message]
@@ -304,10 +305,7 @@ class _EpisodeState:
         if renderer.history == "template":
             conversation = list(self.start)
             for turn in self.turns:
-                response = dict(turn.message)
-                if turn.problem:  # templates may reject calls without results
-                    response.pop("tool_calls", None)
-                conversation += [response, *turn.answer]
+                conversation += [turn.message, *turn.answer]
             return await self._render(conversation)
         return await self.policy.in_renderer(
             renderer.bridge,

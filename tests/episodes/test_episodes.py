@@ -255,8 +255,8 @@ def test_without_tools_text_that_looks_like_a_call_reaches_the_environment(tmp_p
         assert sample.episode.status == "done" and turn.rewards == {"length": len(call)}
 
 
-def test_calls_that_were_not_run_are_not_rendered_again() -> None:
-    """Templates may reject calls without results. The record of the episode keeps them."""
+def test_calls_that_were_not_run_are_text() -> None:
+    """Templates may reject calls without results. Prompt and record have them as sampled."""
     tokenizer = chat_tokenizer("chatml_drops")
     tokenizer.chat_template = CHATML_DROPS.replace(
         "{{ m.content }}",
@@ -268,8 +268,9 @@ def test_calls_that_were_not_run_are_not_rendered_again() -> None:
     runtime = InlineRuntime(
         tokenizer, precision=PrecisionConfig(), device="cpu", timeline=Timeline()
     )
-    call = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
-    engine = ScriptedEngine(lambda request: says(call), tokenizer)
+    call = '<tool_call>\n{{"name": "{}", "arguments": {{}}}}\n</tool_call>'
+    text = call.format(TOOLS[0]["function"]["name"]) + call.format("nothing")
+    engine = ScriptedEngine(lambda request: says(text), tokenizer)
     config = options("Fixed", history="template", max_turns=2)
     made = build_episode_pool(config, MODEL, runtime)
     assert made is not None
@@ -281,8 +282,9 @@ def test_calls_that_were_not_run_are_not_rendered_again() -> None:
         made.close()
     for sample in group.samples:
         assert sample.episode is not None and sample.episode.status == "max_turns"
-        assert all(turn.message["tool_calls"] and turn.problem for turn in sample.episode.turns)
-        assert len(sample.rows) == 2
+        for turn in sample.episode.turns:
+            assert turn.problem and turn.message == {"role": "assistant", "content": text}
+        assert len(sample.rows) == 1, "the second prompt continues the first response"
 
 
 def test_too_many_failures_stop_the_run_with_the_cause() -> None:

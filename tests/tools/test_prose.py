@@ -43,9 +43,3 @@ def test_it_counts_docstrings_and_not_code_comments_or_questions(tmp_path):
     assert {word for word, count in part.counts.items() if count} == {"whole", "anew", "stands"}
     lines = prose.table([top, part]).splitlines()
     assert len(lines) == 4 and lines[2].startswith("| burnish | 1 | 0.0 | 0.0 | 0.0 |")
-
-
-def test_the_table_has_a_row_for_each_package_of_the_project():
-    rows = prose.report(ROOT)
-    folders = {p.name for p in (ROOT / "burnish").iterdir() if (p / "__init__.py").is_file()}
-    assert {row.package for row in rows} == folders | {"burnish", "all"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +14,20 @@ from graph_tapes import Tape, record_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 from burnish.config.model import ModelConfig, ScratchConfig
+from burnish.models.attention import ATTENTION_NAME
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.local import model as local_model
+from burnish.rollout.local import running_batch
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.decode_graphs import BLOCK
+from burnish.rollout.local.decode_graphs import BLOCK, Block, DecodeGraphs, RowState
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.model import CacheTooLargeError
 from burnish.rollout.local.running_batch import RunningBatch
+from burnish.rollout.local.sampling import draw_groups
 
 MODEL = ModelConfig(
     scratch=ScratchConfig(
@@ -112,7 +116,8 @@ def test_blocks_give_the_bits_of_single_steps(
     seed: int,
 ) -> None:
     """Groups with other numbers of samples, slots that are refilled, limits and stops at any place
-    of a block, and requests with equal and with different parameters in a batch."""
+    of a block, a cache that grows every 64 positions, and requests with equal and with different
+    parameters in a batch."""
     work = [
         (
             Request(str(i), tuple(range(6, 53))[:p] * (1 + p // 47), n, seed + i, limit),
@@ -121,10 +126,62 @@ def test_blocks_give_the_bits_of_single_steps(
         for i, (p, n, which, limit) in enumerate(shapes)
     ]
     config: dict[str, Any] = {"max_batch_size": slots, "max_prefill_tokens": prefill}
-    expected = results(engine_of(blocks=False, **config), work)
-    engine = engine_of(blocks=True, **config)
-    assert results(engine, work) == expected
-    assert results(engine, work[::-1]) == expected, "with the graphs and the cache of the first"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running_batch, "_LEAST_ROOM", 1)
+        expected = results(engine_of(blocks=False, **config), work)
+        engine = engine_of(blocks=True, **config)
+        assert results(engine, work) == expected
+        assert results(engine, work[::-1]) == expected, "with the graphs and cache of the first"
+
+
+def test_a_response_that_ends_at_the_end_of_the_cache_stays_there() -> None:
+    """Prompts of 60 and 3 tokens and 4 and 20 new ones: the cache has 64 positions. Five steps of
+    the first block are behind the end of the first response."""
+    requests = [
+        Request("a", tuple(range(6, 36)) * 2, seed=1, max_tokens=4),
+        Request("b", (7, 8, 9), seed=2, max_tokens=20),
+    ]
+    found = []
+    for blocks in (False, True):
+        engine = engine_of(blocks=blocks)
+        engine._end_tokens = set()
+        engine.submit(requests, Sampling(1))
+        engine.poll()
+        assert engine.batch.cache.capacity == 64
+        found.append({c.request_id: c for _ in range(20) for c in engine.poll()})
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_masks_of_recorded_steps_follow_the_positions(window: int | None) -> None:
+    """As on a GPU: keys are masked, not batch invariant. 100 tokens are beyond the first bucket of
+    64 keys. Log-probs of up to 10 nats with sums over other numbers of keys in fp32."""
+    config = MistralConfig(
+        vocab_size=53,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=window,
+        attn_implementation=ATTENTION_NAME,
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    work = [
+        (Request(str(i), tuple(range(6, 6 + p)), n=2, seed=i, max_tokens=m), Sampling(1, t))
+        for i, (p, m, t) in enumerate([(3, 100, 1.0), (30, 9, 0.7), (1, 40, 0.0), (12, 70, 1.0)])
+    ]
+    done = []
+    for blocks in (False, True):
+        engine = engine_of(blocks=blocks, model=model, batch_invariant=False, max_batch_size=5)
+        engine._end_tokens = set()
+        done.append(results(engine, work))
+    assert done[0].keys() == done[1].keys() and len({c.token_ids for c in done[0].values()}) == 7
+    for key, one in done[0].items():
+        assert done[1][key].token_ids == one.token_ids
+        assert done[1][key].logprobs == pytest.approx(one.logprobs, abs=1e-4)
 
 
 def test_a_stop_string_across_two_blocks_ends_the_response() -> None:
@@ -280,3 +337,17 @@ def test_a_cache_that_does_not_fit_is_an_error_before_it_is_allocated(
             engine.poll()
     free += 131073
     assert len([c for _ in range(99) for c in engine.poll()]) == 4
+
+
+def test_rows_stay_at_their_position_behind_a_stop_token_and_a_limit() -> None:
+    """Equal logits: token 0 is drawn at temperature 0. From position 3 on, the first row stops at
+    once, the second moves 8 positions, the third has its last input at 5."""
+    cache: Any = SimpleNamespace(capacity=64, num_slots=4)
+    cpu = torch.device("cpu")
+    graphs = DecodeGraphs(lambda ids, at, plan: torch.zeros(*ids.shape, 7), lambda x: x, cache, cpu)
+    rows = [RowState(5, 3, last, stops) for last, stops in ((40, (9, 0)), (40, (9,)), (5, ()))]
+    groups = draw_groups([Sampling(9, 0.0)] * 3, cpu)
+    steps = graphs.run(Block(rows, torch.zeros(8, 3), groups))
+    assert [step.tokens for step in steps] == [[0.0] * 3] * 8
+    assert graphs._state is not None
+    assert graphs._state.positions.tolist() == [3, 11, 5, 0], "the last one is padding"

@@ -17,6 +17,7 @@ from burnish.config.train import TrainConfig
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
+from burnish.rollout.local import running_batch
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.running_batch import RunningBatch
@@ -77,8 +78,11 @@ def test_greedy_tokens_are_those_of_transformers(
     assert len(seen) > 20, "a model that repeats itself would prove little"
 
 
-def test_a_growing_cache_keeps_its_contents(engine: LocalRolloutEngine) -> None:
-    """The cache starts with room for 64 new tokens: 150 make it grow more than once."""
+def test_a_growing_cache_keeps_its_contents(
+    engine: LocalRolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache grows every 64 positions, which 150 new tokens make it do twice."""
+    monkeypatch.setattr(running_batch, "_LEAST_ROOM", 1)
     long = replace(GREEDY, max_tokens=150)
     engine._end_tokens = set()
     ours = by_sample(list(engine.generate(requests_for(PROMPTS[:3]), long)))

@@ -296,14 +296,18 @@ def encode_completion(
 
 
 def response_text(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    *,
+    shown: str = "",
 ) -> str:
     """Return the text of ``response_ids`` as a continuation of ``prompt_ids``, without special
-    tokens other than tags of reasoning (:mod:`burnish.data.decoding`).
+    tokens other than tags of reasoning and those in ``shown`` (:mod:`burnish.data.decoding`).
 
     Decoded alone, a response can lose its first space (SentencePiece) or gain ``##`` (WordPiece).
     """
-    decode = response_decoder(tokenizer)
+    decode = response_decoder(tokenizer, shown=shown)
     alone, head = decode(response_ids), decode(prompt_ids)
     both = decode([*prompt_ids, *response_ids])
     return both[len(head) :] if both.startswith(head) else alone

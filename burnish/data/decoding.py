@@ -31,9 +31,19 @@ def hidden_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
     return special_tokens(tokenizer) if without_tags is None else without_tags
 
 
-def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Return the function that decodes tokens as text of a response."""
-    return partial(_decoded, tokenizer, _without_tags(tokenizer))
+def response_decoder(tokenizer: PreTrainedTokenizerBase, *, shown: str = "") -> Decode:
+    """Return the function that decodes tokens as text of a response. The text also has the special
+    tokens that occur in ``shown``, such as a separator of steps."""
+    hidden = _without_tags(tokenizer)
+    if shown and (kept := tokens_within(tokenizer, shown)):
+        tokens = special_tokens(tokenizer) if hidden is None else hidden
+        hidden = {token: text for token, text in tokens.items() if token not in kept}
+    return partial(_decoded, tokenizer, hidden)
+
+
+def tokens_within(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:
+    """Return the special tokens that occur in ``text``."""
+    return {token for token, name in special_tokens(tokenizer).items() if name and name in text}
 
 
 def _decoded(

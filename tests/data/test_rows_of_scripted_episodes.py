@@ -235,7 +235,12 @@ def read_by_rewards(prompt: Prompt, sample: Sample, player: Player) -> list[Any]
     """Everything that rewards and shaping read of a sample."""
     item = RewardInput(prompt, sample)
     encoders = [
-        reward_encoder(chat_tokenizer(family), player.tokenizer, "rm", continues=continues)
+        reward_encoder(
+            chat_tokenizer(family),
+            player.tokenizer,
+            "rm",
+            step_separator="\n" if continues else None,
+        )
         for family in ("chatml", "llama3")
         for continues in (False, True)
     ]

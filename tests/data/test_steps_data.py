@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -217,6 +217,27 @@ def test_random_steps_are_split_where_rewards_split_them(
         prompt = int(batch.prompt_lens[0])
         places = (batch.action_mask.nonzero()[:, 0] - prompt).tolist()
         assert step_ends(tokenizer, batch.tokens[prompt:].tolist(), separator) == places, steps
+
+
+@pytest.mark.parametrize("separator", ["<extra_0>", "<extra_0>\n", ";<extra_0>"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_separator_with_a_special_token_splits_rows_and_responses(
+    config, separator: str, special: bool
+) -> None:
+    """The text of a response lacks other special tokens, such as its end token."""
+    tokenizer = load_tokenizer(ModelConfig(scratch=ScratchConfig(alphabet="0123456789+=; \n")))
+    tokenizer.add_tokens([AddedToken("<extra_0>", special=special, normalized=False)])
+    row = {**ROW, "completions": ["1+1=2", "2+1=3", "3"], "labels": [1, 1, 0]}
+    batch = load_batch(config([row], step_separator=separator), tokenizer)
+    prompt = int(batch.prompt_lens[0])
+    places = (batch.action_mask.nonzero()[:, 0] - prompt).tolist()
+    assert len(places) == 3
+    assert step_ends(tokenizer, batch.tokens[prompt:].tolist(), separator) == places
+
+
+def test_a_separator_that_ends_responses_is_refused(config, tokenizer) -> None:
+    with pytest.raises(DataError, match="ends a response"):
+        load_batch(config([ROW], step_separator=f"{tokenizer.eos_token}\n"), tokenizer)
 
 
 def test_a_token_that_reaches_beyond_the_separator_ends_the_step() -> None:

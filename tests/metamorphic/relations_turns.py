@@ -86,7 +86,9 @@ def one_turn_is_a_single_response(draw: Draw) -> None:
         raise Refused("the response has reasoning or special tokens")
     items = [RewardInput(prompt, sample) for sample in samples]
     for continues in (False, True):
-        encode = rows.reward_encoder(reward, player.tokenizer, "rm", continues=continues)
+        encode = rows.reward_encoder(
+            reward, player.tokenizer, "rm", step_separator="\n" if continues else None
+        )
         single, of_episode = (tuple(map(list, encode(item))) for item in items)
         equal(of_episode, single, f"tokens of the reward model, continues={continues}")
         counts = [step_ends(reward, ids, "\n") for _, ids in (single, of_episode)]

@@ -56,7 +56,9 @@ def test_rewards_read_the_last_response_as_it_ended(conversation: str, end: str)
     for family in ("chatml", "llama3"):
         tokenizer = chat_tokenizer(family)
         for continues in (False, True):
-            encode = reward_encoder(tokenizer, player.tokenizer, "rm", continues=continues)
+            encode = reward_encoder(
+                tokenizer, player.tokenizer, "rm", step_separator="\n" if continues else None
+            )
             head, response = encode(item)
             ids = list(response)
             assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT

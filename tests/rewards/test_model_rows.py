@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,8 @@ from burnish.data.batches import load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.model.config import ModelReward
-from burnish.rewards.model.reward import load_model_reward
-from burnish.rewards.model.rows import RowEncoder, SampledRows, encode_text
+from burnish.rewards.model.reward import load_model_reward, step_ends
+from burnish.rewards.model.rows import RowEncoder, SampledRows, encode_text, reward_encoder
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import TextScorer
 from burnish.special_tokens import set_configured_ends
@@ -219,3 +220,29 @@ def test_token_ids_of_a_policy_are_scored_only_if_the_models_rows_have_its_form(
     entry = ModelReward(model=ModelConfig(path=str(tmp_path)))
     reward = load_model_reward(entry, own, lambda spec: SimpleNamespace(spec=spec))  # type: ignore[arg-type, return-value]
     assert isinstance(reward.encode, SampledRows) == read_as_sampled
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_response_keeps_the_special_token_that_separates_its_steps(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup, same: bool
+) -> None:
+    """The text of the sample lacks it. ``same``: the policy has the tokens of the reward model."""
+    token = AddedToken("<step>", special=True, normalized=False)
+    policy = deepcopy(own)
+    policy.chat_template = own.chat_template if same else CHATML.replace("</s>", "\n")
+    policy.add_tokens([token]), own.add_tokens([token])
+    item = _item(make_group, [{"role": "user", "content": "a?"}], "abc")
+    ids = policy("a<step>bc", add_special_tokens=False)["input_ids"] + [own.eos_token_id]
+    n = len(ids)
+    sampled = replace(
+        item.sample,
+        response_ids=tuple(ids),
+        action_mask=(True,) * n,
+        versions=(0,) * n,
+        sampler_logprobs=(0.0,) * n,
+        turns=(0,) * n,
+    )
+    item = replace(item, sample=sampled)
+    _, response = reward_encoder(own, policy, "rm", step_separator="<step>")(item)
+    assert own.decode(response).replace(" ", "") == "a<step>bc</s>"
+    assert len(step_ends(own, response, "<step>")) == 2

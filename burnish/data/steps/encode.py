@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.columns import finite_number
-from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt
+from burnish.data.chat import check_tokenizer, encode_completion, encode_prompt, end_texts
 from burnish.data.rows import (
     column,
     note_unused_template,
@@ -53,6 +53,8 @@ class StepsEncoder:
 
     def __init__(self, config: StepsDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         check_tokenizer(tokenizer)
+        if problem := separator_problem(tokenizer, config.step_separator):
+            raise DataError(f"data: {problem}")
         self.limit = config.max_len
         self._config, self._tokenizer = config, tokenizer
         self._warned = False
@@ -155,6 +157,18 @@ class StepsEncoder:
         if isinstance(labels, str) or not isinstance(labels, Sequence):
             raise DataError(f"column {key!r} (labels_key) holds {labels!r}, not a list of labels")
         return [_label(label, key, k) for k, label in enumerate(labels)]
+
+
+def separator_problem(tokenizer: PreTrainedTokenizerBase, separator: str) -> str | None:
+    """Return why ``separator`` cannot separate the steps of a response; None if it can."""
+    texts = filter(None, end_texts(tokenizer).values())
+    end = next((text for text in texts if text in separator), None)
+    if end is None:
+        return None
+    return (
+        f"step_separator={separator!r} has {end!r}, which ends a response of this model, so no "
+        "step could follow; use a text or another special token"
+    )
 
 
 def without_separator(step: str, separator: str) -> str:

@@ -17,7 +17,8 @@ from burnish.algorithms.process import aggregate_steps
 from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
-from burnish.data.decoding import response_decoder
+from burnish.data.decoding import Decode, response_decoder
+from burnish.data.steps.encode import separator_problem
 from burnish.models.load import (
     ModelError,
     describe,
@@ -170,12 +171,16 @@ def load_model_reward(
     aggregation = (config.step_aggregation or "min") if metadata.get("process_reward") else None
     scale = _scale(config.model, metadata, aggregation) if config.normalize else (0.0, 1.0)
     name = config.name or "model"
-    encode = reward_encoder(tokenizer, policy_tokenizer, name, continues=aggregation is not None)
+    separator = None
+    if aggregation is not None:
+        separator = str(config.step_separator or metadata["step_separator"])
+        if problem := separator_problem(tokenizer, separator):
+            raise ModelError(f"reward {name!r}, {describe(config.model)}: {problem}")
+    encode = reward_encoder(tokenizer, policy_tokenizer, name, step_separator=separator)
     limit = num_positions(config.model)
     reward = ModelScorer(name, make_engine(spec), encode, scale, max_len=limit)
-    if aggregation is None:
+    if aggregation is None or separator is None:
         return reward
-    separator = str(config.step_separator or metadata["step_separator"])
     return ProcessScorer(reward, tokenizer, separator=separator, aggregation=aggregation)
 
 
@@ -267,14 +272,15 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     last separator (an end token, spaces) belong to the step before it. A response with at most one
     step has one index, T - 1.
     """
-    text = response_decoder(tokenizer)(ids)
+    decode = response_decoder(tokenizer, shown=separator)
+    text = decode(ids)
     ends: list[int] = []
     begin, pending = 0, False
     while (separator_begin := text.find(separator, begin)) >= 0:
         pending = pending or bool(text[begin:separator_begin].strip())
         begin = separator_begin + len(separator)
         if pending:
-            ends.append(_token_of(tokenizer, ids, begin))
+            ends.append(_token_of(decode, ids, begin))
             pending = False
     last = len(ids) - 1
     if not text[begin:].strip() and ends:
@@ -282,9 +288,8 @@ def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator:
     return [*(end for end in dict.fromkeys(ends) if end < last), last]
 
 
-def _token_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], length: int) -> int:
+def _token_of(decode: Decode, ids: Sequence[int], length: int) -> int:
     """Return the index of the first token with which the decoded text has ``length`` characters."""
-    decode = response_decoder(tokenizer)
     low, high = 0, len(ids) - 1
     while low < high:
         middle = (low + high) // 2

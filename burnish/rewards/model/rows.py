@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re  # house: ok it searches the chat template alone
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,9 @@ from burnish.data.chat import (
     encode_conversation,
     encode_prompt,
     end_texts,
+    response_text,
 )
+from burnish.data.decoding import tokens_within
 from burnish.data.left_out import Field
 from burnish.data.pieces import encode_piece
 from burnish.data.rendering import Tools
@@ -37,6 +40,8 @@ Pair = tuple[Sequence[int], Sequence[int]]
 """(prompt token ids, response token ids)."""
 Encode = Callable[[RewardInput], Pair]
 """Function that encodes an item."""
+TextOf = Callable[[Sequence[int], Sequence[int]], str]
+"""Function that returns the text of a response from the ids of its prompt and its own."""
 
 
 class _Answer(NamedTuple):
@@ -56,27 +61,30 @@ class _Answer(NamedTuple):
     """The response as a message; of an episode, as it was parsed."""
 
 
-def _answer_of(item: RewardInput) -> _Answer:
+def _answer_of(item: RewardInput, text_of: TextOf | None = None) -> _Answer:
+    """``text_of``: returns the text of the last response from its tokens. None: the text of the
+    sample."""
     prompt, sample, episode = item.prompt, item.sample, item.sample.episode
     pair, ended = sample.last_response, not sample.is_cut
+    response = sample.text if text_of is None else text_of(*pair)
     if episode is None:
-        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        message: dict[str, Any] = {"role": "assistant", "content": response}
         conversation = (prompt.text, prompt.messages, prompt.tools, message)
-        return _Answer(pair, sample.text, ended, *conversation)
+        return _Answer(pair, response, ended, *conversation)
     number = len(episode.turns) - 1
     text = episode.text_before(number)
     if text is not None:
-        message = {"role": "assistant", "content": sample.text}
+        message = {"role": "assistant", "content": response}
         if list(pair[0]) == list(prompt.token_ids):  # the prompt of the data, rendered
             conversation = (prompt.text, prompt.messages, prompt.tools, message)
         else:
             conversation = (text, None, None, message)
-        return _Answer(pair, sample.text, ended, *conversation)
+        return _Answer(pair, response, ended, *conversation)
     messages, tools = episode.messages_before(number), episode.tools_of(number)
     message = dict(episode.turns[-1].message)
     if message.get("content", "").strip() == sample.text.strip():  # parsing strips white space
         message["content"] = sample.text
-    return _Answer(pair, sample.text, ended, None, messages, tools or None, message)
+    return _Answer(pair, response, ended, None, messages, tools or None, message)
 
 
 _TEXT = "Ab c, 12 + \u00e9\n  xyzzy"
@@ -92,11 +100,16 @@ def reward_encoder(
     policy_tokenizer: PreTrainedTokenizerBase,
     name: str,
     *,
-    continues: bool = False,
+    step_separator: str | None = None,
 ) -> Encode:
-    """Return the encoder of a reward model for the responses of a policy. ``name`` and
-    ``continues``: as in :class:`RowEncoder`."""
-    rows = RowEncoder(reward_tokenizer, name, continues=continues)
+    """Return the encoder of a reward model for the responses of a policy. ``name``: as in
+    :class:`RowEncoder`. ``step_separator``: that of a process reward model; responses keep it if it
+    is a special token of the policy."""
+    text_of = None
+    if step_separator and tokens_within(policy_tokenizer, step_separator):
+        text_of = partial(response_text, policy_tokenizer, shown=step_separator)
+    continues = step_separator is not None
+    rows = RowEncoder(reward_tokenizer, name, continues=continues, text_of=text_of)
     return SampledRows(rows) if same_tokens(reward_tokenizer, policy_tokenizer) else rows
 
 
@@ -164,7 +177,7 @@ class SampledRows:
 
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids)."""
-        answer = _answer_of(item)
+        answer = _answer_of(item, self._rows.text_of)
         if self._is_as_sampled(answer):
             return answer.sampled
         if self._tokenizer.chat_template is None:
@@ -244,17 +257,24 @@ class RowEncoder:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, name: str, *, continues: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        *,
+        continues: bool = False,
+        text_of: TextOf | None = None,
     ) -> None:
         """``name``: the reward's name, for the log. ``continues``: the model was trained on
-        responses that follow the generation prompt as they are (process reward models)."""
+        responses that follow the generation prompt as they are (process reward models).
+        ``text_of``: text of a response from the policy's tokens. None: that of the sample."""
         self.tokenizer, self.name, self.continues = tokenizer, name, continues
+        self.text_of = text_of
         self._warned = False
 
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids). Raises RewardError if an episode needs the template
         that the tokenizer does not have."""
-        return self.encoded(_answer_of(item))
+        return self.encoded(_answer_of(item, self.text_of))
 
     def encoded(self, answer: _Answer) -> Pair:
         """Return (prompt ids, response ids) of a response. Raises RewardError as ``__call__``."""

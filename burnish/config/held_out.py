@@ -15,6 +15,7 @@ from burnish.config.eval_section import EvalSection
 from burnish.config.passes import num_held_out, source_sizes
 from burnish.config.sources import SourceConfig
 from burnish.data.config import DataConfig
+from burnish.data.rated.config import recognized_kind
 from burnish.data_files.splits import FilesError
 
 EVAL_SECTIONS = ("eval.data", "eval.sets.")
@@ -41,10 +42,21 @@ def with_evaluation_sections(tree: Any) -> Any:
 def _with_data_keys(section: Any, data: dict[str, Any]) -> Any:
     """Return an evaluation section with the keys of ``data`` that it does not set, except for its
     sources and its split. A section of another ``kind`` is not changed."""
-    is_own = not isinstance(section, dict) or "sources" not in section
-    if is_own or section.get("kind", data.get("kind")) != data.get("kind"):
+    if not isinstance(section, dict) or "sources" not in section:
+        return section
+    if "kind" in section and section["kind"] != _kind(data):
         return section
     return {**{key: value for key, value in data.items() if key not in _OWN_KEYS}, **section}
+
+
+def _kind(data: dict[str, Any]) -> Any:
+    """Return the kind of ``data``, recognized if it names none (job ``rm``). None: its rows have
+    several kinds, which is reported with the other errors of ``data``."""
+    if "kind" in data:
+        return data["kind"]
+    with suppress(ValueError):
+        return recognized_kind(data)
+    return None
 
 
 _OWN_KEYS = ("sources", "held_out", "part")

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from burnish.config import ConfigError, dump_yaml, load_config
+from burnish.config.held_out import with_evaluation_sections
 from burnish.config.train import better
 from burnish.data_files.reading import columns_of
 
@@ -89,6 +90,30 @@ def test_held_out_data_of_supervised_jobs_have_the_keys_of_data(recipes: Recipes
         config: Any = load_config(tree, ["data.max_len=77", "data.system_prompt=Be brief."])
         assert [d.max_len for d in (config.eval.data, config.eval.sets["more"])] == [77, 9], job
         assert config.eval.sets["more"].system_prompt == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"chosen": "good", "rejected": "bad"}, "pairs"),
+        ({"response": "good", "score": 1.5}, "scores"),
+        ({"response": "good", "label": True}, "classes"),
+    ],
+)
+def test_a_named_kind_of_evaluation_is_compared_with_the_recognized_kind_of_data(
+    row: dict[str, Any], kind: str, recipes: Recipes, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "q"} | row))
+    rows = {"sources": [str(file)]}
+    other = {"kind": "steps", "sources": ["x.jsonl"]}
+    evaluation = {"data": rows | {"kind": kind}, "sets": {"more": rows | {"kind": kind}}}
+    tree = recipes["rm"] | {"data": rows | {"max_len": 77}, "eval": evaluation}
+    config: Any = load_config(tree)
+    assert config.data.kind == kind
+    assert [section.max_len for section in config.eval.sections.values()] == [77, 77]
+    filled = with_evaluation_sections(tree | {"eval": {"data": other}})
+    assert filled["eval"]["data"] == other
 
 
 @pytest.mark.parametrize(

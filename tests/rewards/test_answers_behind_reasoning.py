@@ -133,6 +133,26 @@ def test_words_of_an_answer_are_no_tags_unless_the_prompt_opened_them(answers_of
     assert answers_of(player.tokenizer, [RewardInput(prompt, sample)]) == [1.0]
 
 
+TAGGED = ["<think>x</think> y", "a </think> b", "</think>", "<think></think>", "<think>x"]
+
+
+@pytest.mark.parametrize("text", TAGGED)
+@pytest.mark.parametrize("form", REASONING_FORMS)
+def test_a_reward_model_reads_reasoning_behind_a_prompt_that_closes_it(
+    form: str, text: str
+) -> None:
+    """No trained row has such an answer, but a policy may write it: it follows the prompt."""
+    tokenizer = reasoning_tokenizer(form, thinking=False)
+    head, response = RowEncoder(tokenizer, "rm").of_messages(START, text)
+    try:
+        wanted, _ = encode_conversation(tokenizer, [*START, {"role": "assistant", "content": text}])
+    except DataError:
+        wanted = encode_piece(tokenizer, text, after=head[-1:])
+        wanted = [*encode_prompt(tokenizer, START)[1], *wanted, tokenizer.eos_token_id]
+    assert [*head, *response] == wanted[: len(head) + len(response)]
+    assert response[-1] == tokenizer.eos_token_id
+
+
 @pytest.mark.parametrize("thinking", [True, False], ids=["opened", "closed"])
 @pytest.mark.parametrize("text", ["<think>\nwhy unfi", "<think>why unfi", "\n<think>", "half an "])
 @pytest.mark.parametrize("form", REASONING_FORMS)

@@ -312,14 +312,16 @@ class RowEncoder:
         """Return (ids of a prompt of messages, ids of the response ``text``). ``message``: the same
         response as a message. None: its content is the text.
 
-        Reasoning that was cut and that no row can have, because the prompt closes reasoning,
+        A text with tags of reasoning that no row can have, because the prompt closes reasoning,
         follows the generation prompt as it is. Other such answers raise DataError."""
         if not self.continues:
             answer = message or {"role": "assistant", "content": text}
             try:
                 return self._encoded([*messages, answer], tools=tools, ended=ended)
             except DataError:
-                if ended or not any(tags.is_cut(text) for tags in REASONING_TAGS):
+                if not any(
+                    tag in text for tags in REASONING_TAGS for tag in (tags.begin, tags.end)
+                ):
                     raise
         rendered, head = encode_prompt(
             self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY

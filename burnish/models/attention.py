@@ -316,7 +316,7 @@ def burnish_attention(
     options = _options(module, query, attention_mask, kwargs)
     if isinstance(plan, DecodePlan):
         return _decode(plan, (query, key, value), options), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
     if isinstance(plan, PrefillPlan):
         return prefill_attention(plan, (q, k, v), options)[None], None
     if not isinstance(plan, SequenceParallelPlan):

@@ -335,7 +335,7 @@ class _Trace:
         other = {s: float(o - base) for s, (_, o) in live.peaks.items()}
         counted, few = self.counter.counted, _CHUNKS * work.head_chunk
         more = max(0, work.actions - few) / few  # chunks that were not traced
-        counted = PassWork(counted.body, counted.head * (1.0 + more))
+        counted = replace(counted, head=counted.head * (1.0 + more))
         return Peaks(total, other, self.output, "traced", counted)
 
     def _stage(self, name: str) -> None:

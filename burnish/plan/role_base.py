@@ -145,6 +145,8 @@ def work_of(setup: EngineSetup, work: Pass) -> PassWork:
         traced = measure(key_of(setup.shape), work).work
     except TraceError:
         traced = None
+    if traced is not None and setup.train.compile == "layers":
+        return replace(traced, body=traced.compiled)
     return traced or work_by_formula(
         setup.shape,
         tokens=work.tokens,

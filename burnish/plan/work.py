@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from burnish.config.train import Checkpointing
 from burnish.models.cache_attention import similar_spans
@@ -52,12 +54,16 @@ class PassWork:
 
     body: Work = Work()
     head: Work = Work()
+    compiled: Work = Work()
+    """Work of the body with compiled layers (``train.compile: layers``)."""
 
     def __add__(self, other: PassWork) -> PassWork:
-        return PassWork(self.body + other.body, self.head + other.head)
+        return PassWork(
+            self.body + other.body, self.head + other.head, self.compiled + other.compiled
+        )
 
     def __mul__(self, factor: float) -> PassWork:
-        return PassWork(self.body * factor, self.head * factor)
+        return PassWork(self.body * factor, self.head * factor, self.compiled * factor)
 
 
 _NO_KERNEL = frozenset(
@@ -87,14 +93,91 @@ class WorkCounter(TorchDispatchMode):
     def clear(self) -> None:
         """Forget what was counted."""
         self.counted = PassWork()
+        self._run = _Run()
+
+    def __exit__(self, *error: Any) -> None:
+        self._end_run()
+        super().__exit__(*error)
+
+    def _end_run(self) -> None:
+        self.counted += PassWork(compiled=self._run.work())
+        self._run = _Run()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
         if not func.is_view and name not in _NO_KERNEL:
             work = _work_of(func, name, args, kwargs or {}, out)
-            self.counted += PassWork(head=work) if self.in_head else PassWork(body=work)
+            if self.in_head:
+                self.counted += PassWork(head=work)
+            elif _is_fused(func, name):
+                self.counted += PassWork(body=work)
+                self._run.add((args, kwargs), out)
+            else:
+                self._end_run()
+                self.counted += PassWork(body=work, compiled=work)
         return out
+
+
+_FUSED = frozenset(
+    {
+        "aten::_softmax",
+        "aten::_softmax_backward_data",
+        "aten::_to_copy",
+        "aten::cat",
+        "aten::clone",
+        "aten::copy_",
+        "aten::fill_",
+        "aten::mean",
+        "aten::new_zeros",
+        "aten::slice_backward",
+        "aten::split_with_sizes_copy",
+        "aten::sum",
+        "aten::zeros",
+        "aten::zeros_like",
+    }
+)
+"""Operations other than pointwise ones that a compiler fuses with their neighbors."""
+KERNELS_OF_RUN = 24 / 15
+"""Kernels that the compiler makes of a run, on average: 24 of the 15 runs in a layer of Qwen 3,
+forward and backward (``benchmarks/compile_layers.py``, on a CPU)."""
+
+
+def _is_fused(func: Any, name: str) -> bool:
+    return torch.Tag.pointwise in func.tags or name in _FUSED
+
+
+class _Run:
+    """Consecutive operations that a compiler fuses: they read what was there before, and write what
+    is left of their results when the run ends."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self._seen: Any = WeakIdKeyDictionary()  # storage -> bytes
+        self._made: Any = WeakIdKeyDictionary()
+        self.empty = True
+
+    def add(self, arguments: Any, results: Any) -> None:
+        """Add an operation."""
+        self.empty = False
+        for tensor in (x for x in tree_leaves(arguments) if isinstance(x, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage not in self._made and storage not in self._seen:
+                self._seen[storage] = True
+                self.read += num_bytes_of(tensor)
+        for tensor in (x for x in tree_leaves(results) if isinstance(x, Tensor)):
+            self._made[tensor.untyped_storage()] = num_bytes_of(tensor)
+
+    def work(self) -> Work:
+        """Return the work of the run, which ends now."""
+        if self.empty:
+            return Work()
+        return Work(0.0, float(self.read + sum(self._made.values())), KERNELS_OF_RUN)
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's entries."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _work_of(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Work:
@@ -103,7 +186,7 @@ def _work_of(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Work:
     count_flops = flop_registry.get(func._overloadpacket)
     flops = 0 if count_flops is None else count_flops(*args, **kwargs, out_val=out)
     tensors = {id(x): x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}
-    num_bytes = sum(x.numel() * x.element_size() for x in tensors.values())
+    num_bytes = sum(num_bytes_of(x) for x in tensors.values())
     return Work(float(flops), float(num_bytes), kernels=1)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import torch
 from gpu_model import milliseconds
@@ -173,5 +175,31 @@ def _head_times(
             )
     if fused.fused is not None and not fused.fused.on:
         report.problem("a kernel raised; the log has its call")
+    liger = _liger()
+    report.add(liger="not installed (liger_kernel.ops)" if liger is None else "compared")
+    for in_loss in () if liger is None else (False, True):
+
+        def run_liger(apply: Any = liger, in_loss: bool = in_loss) -> list[Tensor]:
+            result = apply(hidden, weight, targets, 1.0, -100, 1, in_loss)
+            nll, entropy = result if in_loss else (result, None)
+            loss = -nll.sum() if entropy is None else -nll.sum() + 0.1 * entropy.sum()
+            return list(torch.autograd.grad(loss, [hidden, weight]))
+
+        with report.case("the head of Liger"):
+            ms, peak = milliseconds(setup, run_liger)
+            report.row(
+                f"Head of {tokens:,} tokens, forward and backward",
+                **{"by": "Liger", "entropies in the loss": in_loss, "ms": ms, "peak_MB": peak},
+            )
     ratio = taken["PyTorch", False] / taken["kernels", False]
     return [f"head {taken['kernels', False]:.1f} ms, {ratio:.2f} x PyTorch's operations"]
+
+
+def _liger() -> Callable[..., Any] | None:
+    """Return Liger's function of log-probs and entropies, or None if it is not installed."""
+    try:
+        ops = import_module("liger_kernel.ops")
+    except ImportError:
+        return None
+    function = vars(ops).get("LigerFusedLinearScaledCrossEntropyFunction")
+    return None if function is None else function.apply

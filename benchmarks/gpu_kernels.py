@@ -70,6 +70,7 @@ def kernels(setup: Setup, report: Report) -> None:
         errors = _correctness(setup, report)
         head = head_kernels(setup, report)
         lines = _times(setup, report)
+        lines += _newer_flash(setup, report)
         _elementwise(setup, report)
         equal = _repeatability(setup, report)
     said = f"largest error {max(errors, default=0):.1e}; equal bits of two passes: {equal}"
@@ -85,6 +86,54 @@ def active_implementation() -> str:
     """Return the implementation of FlashAttention that was activated in place of torch's own."""
     current = vars(torch_attention).get("current_flash_attention_impl", lambda: None)()
     return str(current or "torch's own")
+
+
+NEWER_FLASH = {9: "FA3", 10: "FA4"}
+"""Major compute capability -> newer FlashAttention that torch can activate, if it is installed."""
+
+
+def activated(device: str) -> tuple[str, str]:
+    """Activate the newest FlashAttention for ``device``. Return its name and why it is not active
+    (empty if it is)."""
+    if device == "cpu":
+        return "FA3 or FA4", "on a CPU"
+    major, _ = torch.cuda.get_device_capability()
+    name = NEWER_FLASH.get(major)
+    if name is None:
+        return "FA3 or FA4", f"none for compute capability {major}"
+    activate = vars(torch_attention).get("activate_flash_attention_impl")
+    if activate is None:
+        return name, f"torch {torch.__version__} cannot activate it"
+    try:
+        activate(name)
+    except ImportError as error:
+        return name, f"not installed ({error})"
+    except Exception as error:  # of the package or of its registration
+        return name, f"{type(error).__name__}: {error}"
+    return name, "" if active_implementation() == name else "torch did not activate it"
+
+
+def _newer_flash(setup: Setup, report: Report) -> list[str]:
+    """Check and time FlashAttention 3 or 4 if it is installed, and restore torch's own. Return a
+    line."""
+    name, problem = activated(setup.device)
+    report.add(newer_flash=f"{name} is not active: {problem}" if problem else f"{name} is active")
+    if problem:
+        return [f"{name} is not active: {problem}"]
+    worst, lines = 0.0, []
+    try:
+        for case, groups, window in merges(tiny=setup.tiny):
+            with report.case(f"{name}: {case}"):
+                worst = max(worst, *check_merge(setup, groups, window).values())
+        for case, groups in micro_batches(tiny=setup.tiny):
+            with report.case(f"{name}: {case}"):
+                both = _time(setup, report, (case, groups), name)
+                lines.append(f"{name} {both:.2f} ms")
+    finally:
+        vars(torch_attention)["restore_flash_attention_impl"]()
+    if worst > MOST_ERROR:
+        report.problem(f"{name}: error {worst:.2g} of shared prefixes")
+    return [f"{name} active, largest error {worst:.1e}", *lines]
 
 
 def merge_of(device: torch.device) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,27 @@ _CHANGES_BASE = {
 the method."""
 
 
+def outside_of(names: Sequence[str]) -> str:
+    """Return a regular expression that matches names of modules outside of the modules ``names``,
+    which are escaped. Adapters of composite models are saved with it as ``exclude_modules``."""
+    return f"{_OUTSIDE[0]}{'|'.join(names)}{_OUTSIDE[1]}"
+
+
+_OUTSIDE = ("(?!(?:", r")(?:\.|$)).*")
+
+
+def saved_exclusion(folder: Path) -> str | None:
+    """Return ``exclude_modules`` of the adapter in ``folder``; None without it or the file."""
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    return json.loads(file.read_text(encoding="utf-8")).get("exclude_modules") or None
+
+
+def _is_outside(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_OUTSIDE[0]) and value.endswith(_OUTSIDE[1])
+
+
 def adapter_problem(settings: Mapping[str, Any]) -> str | None:
     """Return why Burnish cannot continue an adapter with peft's ``settings``; None if it can.
 
@@ -61,6 +82,8 @@ def adapter_problem(settings: Mapping[str, Any]) -> str | None:
     """
     for name, value in settings.items():
         if name in _ADAPTER_FIELDS or name in _ADAPTER_INERT:
+            continue
+        if name == "exclude_modules" and _is_outside(value):  # compared when the model is loaded
             continue
         if name in _ADAPTER_PLAIN:
             is_plain = _is_one_of(value, _ADAPTER_PLAIN[name])

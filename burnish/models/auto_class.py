@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from burnish.config.adapters import outside_of
+
 
 def language_model_class(config: PretrainedConfig | None) -> Any:
     """Return the auto class for ``config``. None: a config that is unknown (GGUF files)."""
@@ -50,4 +52,4 @@ def other_parts(model: Any) -> str | None:
         return None
     parts = (model.get_decoder(), model.get_output_embeddings())
     names = [re.escape(name) for name, module in model.named_modules() if module in parts]
-    return rf"(?!(?:{'|'.join(names)})(?:\.|$)).*" if "" not in names else None
+    return outside_of(names) if "" not in names else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from burnish.config.adapters import ADAPTER_CONFIG
+from burnish.config.adapters import ADAPTER_CONFIG, saved_exclusion
 from burnish.config.model import HEAD_NAMES, LoraConfig
 from burnish.models.auto_class import other_parts
 from burnish.models.buffers import plain_name
@@ -41,8 +41,8 @@ log = logging.getLogger("burnish")
 
 def peft_config(config: LoraConfig, model: nn.Module) -> PeftLoraConfig:
     """Return the peft config of our config; it is also written with an exported adapter. In a
-    composite model, only the language model gets adapters, unless they are those of
-    ``config.path``."""
+    composite model, only the language model gets adapters, unless those of ``config.path`` are
+    elsewhere too. Raises ValueError if these were made for another composite model."""
     from peft import LoraConfig as PeftLoraConfig
 
     targets = config.target_modules
@@ -54,9 +54,30 @@ def peft_config(config: LoraConfig, model: nn.Module) -> PeftLoraConfig:
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        exclude_modules=other_parts(model) if config.path is None else None,
+        exclude_modules=_excluded(config, model),
         task_type="CAUSAL_LM",
     )
+
+
+def _excluded(config: LoraConfig, model: nn.Module) -> str | None:
+    """Return the names of modules without adapters as a regular expression. None: all may have
+    one."""
+    parts = other_parts(model)
+    adapted = adapted_layers(model)
+    if parts is not None and adapted:
+        outside = any(re.fullmatch(parts, plain_name(name)) for name in adapted)
+        return None if outside else parts
+    if config.path is None:
+        return parts
+    saved = saved_exclusion(Path(config.path))
+    if saved not in (None, parts):
+        base = adapter_base(Path(config.path))
+        raise ValueError(
+            f"model.lora.path: the adapter {config.path} has exclude_modules={saved!r}, which is "
+            f"not that of this model ({parts!r}); set model.path to the base of the adapter"
+            + (f" ({base})" if base else "")
+        )
+    return saved
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -79,9 +100,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Add the adapters and saved copies of ``config`` to ``model``, in place. Afterwards only their
     parameters require gradients.
 
-    Reads no file and works on the meta device, so that a memory plan counts the parameters that a
-    run trains. Raises ValueError if a target matches no layer, and if targets match tied embeddings
-    or layers that adapters cannot wrap. The message starts with the setting.
+    Reads no weights and works on the meta device, so that a memory plan counts the parameters that
+    a run trains. Raises ValueError if a target matches no layer, and if targets match tied
+    embeddings or layers that adapters cannot wrap. The message starts with the setting.
     """
     from peft import inject_adapter_in_model
 
@@ -89,8 +110,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     _check_saved_weights(model, config)
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
+    settings = peft_config(config, model)
     try:
-        inject_adapter_in_model(peft_config(config, model), model, adapter_name=ADAPTER)
+        inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except ValueError as error:
         raise ValueError(f"{_targets(config)}: {error}") from error
     except TypeError as error:  # a saved module that also has an adapter

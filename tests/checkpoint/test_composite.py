@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,25 @@ def test_only_the_language_model_of_a_composite_model_gets_adapters(
         for name, tensor in plain.state_dict().items():
             if "language_model" not in name and "lm_head" not in name:
                 assert torch.equal(tensor, base.state_dict()[name]), name
+
+
+def test_an_exported_adapter_of_a_composite_model_is_trained_again(
+    ragged_batch: Batch, nll: Loss, tmp_path: Path
+) -> None:
+    """It names the parts without adapters. Those of another base are refused."""
+    _, config = base_of("gemma3", tmp_path / "base")
+    adapted = config.model_copy(update={"lora": LoraConfig(lora_rank=2)})
+    engine, _ = trained(adapted, ragged_batch, nll, tmp_path)
+    saved = next((tmp_path / "checkpoints").glob("step*"))
+    adapter = export(saved, tmp_path / "adapter", lora="adapter")
+    again = config.model_copy(update={"lora": LoraConfig(path=str(adapter))})
+    model = load_causal_lm(again)
+    assert torch.equal(logits_of(model), logits_of(engine.model))
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["exclude_modules"] = settings["exclude_modules"].replace("language", "other")
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="exclude_modules"):
+        load_causal_lm(config.model_copy(update={"lora": LoraConfig(path=str(adapter))}))
 
 
 @pytest.mark.parametrize(

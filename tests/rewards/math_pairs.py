@@ -554,6 +554,31 @@ QUOTED = [
     ("f'(x)+g'(x)", r"\boxed{f'(x)+g'(x)}", True),
 ]
 
+IN_PARENTHESES = [
+    *(
+        ("A", text, True)
+        for text in ("The correct option is (A).", "Therefore (A)", "A)", "**A)**")
+    ),
+    *(
+        ("A", text, True)
+        for text in ("So the correct choice is **(A)**.", "Because B is wrong: (A)")
+    ),
+    *(("A", text, False) for text in ("not (A)", "It isn't (A).", "It isn't A.", "B (A)", "f(A)")),
+    *(
+        ("A", text, False)
+        for text in ("The correct option is (B).", "Option (B) (A)", "rather than (A)")
+    ),
+    ("D", "(A) (B) (C) (D)", False),
+    ("D", "(A), (B), (C), (D)", False),
+    ("B", "(A) or (B)", False),
+    ("B", "both (A) and (B)", False),
+    ("B", "A) B)", False),
+    ("Paris", "It is (Paris).", True),
+    ("Paris", "Lyon (Paris).", False),
+    ("Paris", "It's not (Paris).", False),
+    ("Paris", "It isn't Paris.", False),
+]
+
 KNOWN_DISAGREEMENTS = [
     ("128 , 64", r"\boxed{64,128}", True),  # reads as the number 64128
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
@@ -567,5 +592,5 @@ PAIRS: list[tuple[Any, str, bool]] = [
     *GSM8K, *SEVERAL_ANSWERS, *FULL_STOPS,
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
-    *HEDGED, *SCALES, *QUOTED, *KNOWN_DISAGREEMENTS,
+    *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

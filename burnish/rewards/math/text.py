@@ -94,8 +94,13 @@ _JOINED = Form(  # another choice after "A, " or "A) or "; "a" may be an article
 )
 _MARKED = Form(r"\s*+(?:(?:option|choice) )?\(?[a-j][).]")
 _CONNECTED = Form(r"\s*+(?:[,;/&]|(?:and|or)\b)")
-_IS_ALTERNATIVE = Pattern(r"(?:\b(?:not|nor|neither|or|and|than)|n't|[/&])\s?\(?$")
+_IS_ALTERNATIVE = Pattern(  # quotes are removed: "isnt"
+    r"(?:\b(?:not|nor|neither|or|and|than|(?:is|are|was|were|do|does|did|can?|could|would)nt)"
+    r"|n't|[/&])\s?\(?$"
+)
 _IS_LISTED = Pattern(r"[,;]\s?\(?$")
+_ENDS_WITH_CHOICE = Pattern(r"(?:^|[\s(])[a-j]\)?$|\)$")
+_ENDS_WITH_VERB = Pattern(r"(?:\b(?:is|are|was|were|be)|'s|:)$")
 _OR = Pattern(r"\s(?:or|and)\s")
 _CLOCK = Form(r"\d{1,2}:\d{2}(:\d{2})?(\s*[ap]\.?m\.?)?")
 _MATH_SIGN = Pattern(r"[=^_\\<>+*]")
@@ -393,12 +398,35 @@ def _claims_others(sentence: str, label: Label) -> bool:
 
 def _same_words(label: str, text: str, answer: Answer | None) -> bool:
     if answer is None:  # nothing is marked: compare the words at the end
-        answer_words = _words(text.strip().rpartition("\n")[2])
+        answer_words = _without_last_parentheses(_words(text.strip().rpartition("\n")[2]), label)
         return answer_words == label or _ends_with(answer_words, label)
     answer_words = _words(answer.text)
     if _CHOICE.fullmatch(label):
         return _choice(answer_words) == label
     return answer_words == label or (_ends_with(answer_words, label) and not answer.firm)
+
+
+def _without_last_parentheses(answer_words: str, label: str) -> str:
+    """Return words at the end of a text without the parentheses of the label that they end with.
+
+    These of a choice do not count behind another choice, those of words only behind a verb.
+
+    >>> _without_last_parentheses("the option is (a)", "a"), _without_last_parentheses("a)", "a")
+    ('the option is a', 'a')
+    >>> _without_last_parentheses("lyon (paris)", "paris"), _without_last_parentheses("b (a)", "a")
+    ('lyon (paris)', 'b (a)')
+    """
+    is_choice = _CHOICE.fullmatch(label) is not None
+    if is_choice and answer_words == f"{label})":
+        return label
+    before = answer_words.removesuffix(f" ({label})")
+    if before == answer_words:
+        return answer_words
+    if is_choice and _ENDS_WITH_CHOICE.search(before):
+        return answer_words
+    if not is_choice and not _ENDS_WITH_VERB.search(before):
+        return answer_words
+    return f"{before} {label}"
 
 
 def _has_letters(label: str, text: str, answer: Answer | None) -> bool:

@@ -386,7 +386,10 @@ def test_the_recipe_of_the_documentation_is_valid() -> None:
 def test_where_the_code_is() -> None:
     text = "```python\nold\n```\n</think>\n```py\na\n```\n```json\n{}\n```\n```\nb\n``` \n"
     text += "```bash\nc\n```"
-    assert read_code(text, "last_block") == "b\n"
+    assert read_code(text, "last_block") == "a\n"
+    output = "```python\na\n```\nOutput:\n```\n1\n```"
+    assert read_code(output, "last_block") == "a\n"
+    assert read_code(output.replace("python", ""), "last_block") == "1\n"
     assert read_code("x</think>code", "all") == "code"
     assert read_code("Done.", "last_block") is None and read_code(" ", "all") is None
 

@@ -21,9 +21,9 @@ class PythonCodeReward(RewardSettings):
 
     kind: Literal["python_code"] = "python_code"
     code: Literal["last_block", "all"] = "last_block"
-    """Code in the response. last_block: the last fenced block of Python or of no language, after
-    the last closing tag of reasoning; a block that is not closed ends with the response. all: all
-    text after that tag."""
+    """Code in the response. last_block: the last fenced block of Python, else of no language,
+    after the last closing tag of reasoning; a block that is not closed ends with the response.
+    all: all text after that tag."""
     score: Literal["all", "share"] = "all"
     """all: 1 if every test passes, else 0; the first failure ends the tests. share: the share of
     tests that pass."""

@@ -51,8 +51,9 @@ def read_code(response: str, which: Literal["last_block", "all"], prompt: str = 
     text = after_reasoning(response, prompt)
     if which == "all":
         return text if text.strip() else None
-    blocks = [body for language, body in _blocks(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
+    blocks = [(language, body) for language, body in _blocks(text) if language.lower() in _PYTHON]
+    labeled = [block for block in blocks if block[0]]  # one without a label may be output
+    return (labeled or blocks)[-1][1] if blocks else None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

@@ -101,9 +101,11 @@ def load_scalar_model(  # house: ok properties of the model and of its head
     if random is None and new_head is None:
         if config.path is not None and config.gguf_file is None and pretrained_config is None:
             load_causal_lm(config)  # raises with the reason why its config cannot be read
+        architectures = pretrained_config and pretrained_config.architectures
+        kind = (architectures or ["a language model"])[0]
         raise ModelError(
-            f"{describe(config)} is a language model without a reward head, so its scores would "
-            "be noise; train one first (burnish rm), or use a sequence classifier"
+            f"{describe(config)} ({kind}) has no reward head that gives a row a score, so its "
+            "scores would be noise; train one first (burnish rm), or use a sequence classifier"
         )
     if pretrained_config is not None:
         require_scalar(pretrained_config, describe(config), trust=config.trust_remote_code)

@@ -29,6 +29,7 @@ TEXT = (ast.Constant, ast.JoinedStr)
 WITHOUT_A_CASE = {
     "contradicts": "needs a launcher (test_launch.py)",
     r"argument\ of\ vLLM\ that\ is\ not\ known": "needs the package vllm",
+    "so\\ evaluation\\ would\\ use": "recipes inherit the key; configs made in Python do not",
 }
 """Part of a pattern -> the reason."""
 

@@ -75,6 +75,7 @@ _ROW = {"prompt": "1+1=", "response": "2"}
 FILES: dict[str, list[Any]] = {
     "rows.jsonl": [{**_ROW, "chosen": "2", "rejected": "7", "label": "2"}] * 20,
     "responses.jsonl": [_ROW],
+    "unscored.jsonl": [{**_ROW, "score": None}],
     "liked.jsonl": [{**_ROW, "liked": True}],
     "margins.jsonl": [{"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 1}],
     "solutions.jsonl": [{"prompt": "1+1=", "completions": ["2"], "labels": [True]}],

@@ -210,6 +210,14 @@ class RatedDataConfig(DataConfig, RewardData):
             known = (*ATTRIBUTES, *SCORES) if self.kind_of_rows == "scores" else LABELS
             have = next((columns_of(p) for p in self.all_files if columns_of(p)), None)
             listed = "" if have is None else f" (its columns are {', '.join(have)})"
+            row = next(filter(None, map(first_row, self.all_files)), {})
+            if unusable := [f"{name}={row[name]!r:.40}" for name in known if name in row]:
+                kind = "a number" if self.kind_of_rows == "scores" else "a class"
+                yield (
+                    f"{key} is not set, and the first row has {', '.join(unusable)}, which is not "
+                    f"{kind}; correct or drop such rows, or set {key}"
+                )
+                return
             yield (
                 f"{key} is not set, and no readable file has one of the columns "
                 f"{', '.join(known)}{listed}; set {key} to the column of the "

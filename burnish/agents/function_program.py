@@ -33,8 +33,8 @@ def load_module(path: str) -> Any:
 async def run(worker_module: Any, settings: dict[str, Any]) -> None:
     """Load the function and, unless this is a check, call it and write its result. All processes
     that the function has left behind are killed before."""
-    worker = worker_module.Worker(asyncio.get_running_loop())
-    worker.load_agent(settings["spec"], settings["options"])
+    handler = worker_module.CallHandler(asyncio.get_running_loop())
+    handler.load_agent(settings["spec"], settings["options"])
     if "check" in sys.argv[2:]:
         return
     with open(os.environ["BURNISH_TASK"], encoding="utf-8") as file:
@@ -44,7 +44,7 @@ async def run(worker_module: Any, settings: dict[str, Any]) -> None:
         api_key=os.environ["BURNISH_API_KEY"],
         model=os.environ["BURNISH_MODEL"],
     )
-    result = await worker.run("episode", task, endpoint)
+    result = await handler.run("episode", task, endpoint)
     text = json.dumps(result, default=worker_module.plain)
     relay = load_module(os.path.join(sys.argv[1], "relay.py"))
     relay.end_others(os.getppid())

@@ -70,9 +70,10 @@ def check_selective(config: PretrainedConfig | None) -> None:
         )
 
 
-MOST_ERROR = 1e-6
+MOST_ERROR = 1e-4
 """Largest difference of a gradient in the trial, of its largest entry. Recomputation is exact up to
-the order in which threads add."""
+the order of sums, which large random weights amplify; a result that was changed gives other
+gradients entirely."""
 
 
 def _try_to_keep(tiny: PretrainedConfig, *, packed: bool, trust: bool) -> SelectiveSupport:
@@ -93,8 +94,12 @@ def _try_to_keep(tiny: PretrainedConfig, *, packed: bool, trust: bool) -> Select
     if Region.begun == begun:
         return refused("this model recomputes nothing although it says that it can")
     for x, y in zip(plain, kept, strict=True):
-        if not float((x - y).abs().max()) <= MOST_ERROR * max(float(x.abs().max()), 1.0):
-            return refused("its layers change results that are kept, so gradients would be wrong")
+        error = float((x - y).abs().max()) / max(float(x.abs().max()), 1.0)
+        if not error <= MOST_ERROR:
+            return refused(
+                "its layers change results that are kept, so gradients would be wrong "
+                f"(by {error:.1e} of the largest)"
+            )
     return SelectiveSupport(tiny.model_type)
 
 

@@ -166,7 +166,7 @@ AROUND = (
     ("", ""),
     ("Here it is.\n\n", "\n\nIt works."),
     ("<think>\n```python\nraise SystemExit\n```\n</think>\n", ""),
-    ("First try:\n```python\ndef f(x): return None\n```\nBetter:\n", ""),
+    ("First try:\n```\ndef f(x): return None\n```\nBetter:\n", ""),
     ("Run it:\n```bash\npython f.py\n```\n", "\n```text\n21\n```\n"),
 )
 _CODE: list[python_code.PythonCodeScorer] = []
@@ -194,6 +194,8 @@ def code_surroundings(draw: Draw) -> None:
         lines.insert(rng.choice([0, len(lines)]), line)
     before, after = rng.choice(AROUND)
     fence, indent = rng.choice(["python", "py", "", "Python"]), rng.choice(["", " \t"])
+    if fence:  # a block without a language counts if none is Python
+        after += rng.choice(["", "\nOutput:\n```\n21\n```\n"])
     text = f"{before}```{fence}{indent}\n" + "\n".join(lines) + f"\n```{after}"
     draw.note(text=text)
     equal(_code_reward().score([_item(PROGRAMS[program], text)]), [float(right)], "score")

@@ -291,10 +291,10 @@ def test_staged_weights_are_loaded_while_requests_run(  # house: ok fixtures and
 
 
 def test_a_killed_worker_does_not_stop_the_other(
-    runtime: RayRuntime, policy: Any, rollout: Any
+    runtime: RayRuntime, policy: Any, rollout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replacement takes seconds to start. Meanwhile the other worker has all requests, and new
-    weights are confirmed. The replacement joins with these weights."""
+    """The replacement takes time to start and load. Meanwhile the other worker has all requests,
+    and new weights are confirmed. The replacement joins with these weights."""
     sync = ObjectStoreSync(policy, rollout, STORE, HOW)
     rollout.replace({})
     pid = runtime.cluster.ray.get(rollout.workers[1].ping.remote())
@@ -304,12 +304,16 @@ def test_a_killed_worker_does_not_stop_the_other(
     step(policy)
     sync.stage("recompute").load(rollout)
     rollout.submit(FEW, LONG)
-    early = 0
+    early: list[Any] = []  # the replacement loads no weights before the other worker has answered
+    may_load = rollout.pool._may_load
+    monkeypatch.setattr(
+        rollout.pool, "_may_load", lambda index: may_load(index) and (index == 0 or bool(early))
+    )
     while rollout.busy:
         new = rollout.poll()
         found += new
-        early += 0 if rollout.pool.complete else len(new)
-    assert early > 0 and rollout.version == policy.version
+        early += [] if rollout.pool.complete else new
+    assert early and rollout.version == policy.version
     assert sorted(c.request_id for c in found) == sorted(r.request_id for r in [*MANY, *FEW])
     rollout.replace({})
     assert runtime.cluster.ray.get(rollout.workers[1].ping.remote()) != pid

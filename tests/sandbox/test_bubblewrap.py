@@ -78,11 +78,12 @@ print(json.dumps(wrote))
 
 
 def test_only_its_own_tmp_can_be_written(python: Run, tmp_path: Path) -> None:
-    inside = ["/tmp/x", "/dev/shm/x"]
+    name = f"x{os.getpid()}"
+    inside = [f"/tmp/{name}", f"/dev/shm/{name}"]
     outside = ["/x", "/usr/x", "/dev/x", "/etc/x", "/proc/sys/kernel/core_pattern"]
     outside += [str(tmp_path / "x"), str(Path.cwd() / "x"), "/proc/1/environ"]
     assert said(python(WRITES.format(paths=inside + outside))) == inside
-    assert not Path("/tmp/x").exists() and not list(tmp_path.iterdir())
+    assert not Path(inside[0]).exists() and not list(tmp_path.iterdir())
 
 
 READS = """

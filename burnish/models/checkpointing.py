@@ -94,11 +94,11 @@ def _try_to_keep(tiny: PretrainedConfig, *, packed: bool, trust: bool) -> Select
     if Region.begun == begun:
         return refused("this model recomputes nothing although it says that it can")
     for x, y in zip(plain, kept, strict=True):
-        error = float((x - y).abs().max()) / max(float(x.abs().max()), 1.0)
-        if not error <= MOST_ERROR:
+        difference = float((x - y).abs().max()) / max(float(x.abs().max()), 1.0)
+        if not difference <= MOST_ERROR:
             return refused(
                 "its layers change results that are kept, so gradients would be wrong "
-                f"(by {error:.1e} of the largest)"
+                f"(by {difference:.1e} of the largest)"
             )
     return SelectiveSupport(tiny.model_type)
 

@@ -104,7 +104,7 @@ def load_scalar_model(  # house: ok properties of the model and of its head
         architectures = pretrained_config and pretrained_config.architectures
         kind = (architectures or ["a language model"])[0]
         raise ModelError(
-            f"{describe(config)} ({kind}) has no reward head that gives a row a score, so its "
+            f"{describe(config)} ({kind}) is without a reward head that scores a row, so its "
             "scores would be noise; train one first (burnish rm), or use a sequence classifier"
         )
     if pretrained_config is not None:

@@ -31,6 +31,11 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 ROLES = {"developer": "system", "function": "tool"}
 """Role in newer or older APIs -> canonical role."""
 
+CALLS_IN_TEXT = "content_with_calls"
+"""Key of an answer whose text follows or interrupts its tool calls, as a malformed call behind
+complete ones does: the content as it was sampled, with the calls. Empty: the template writes texts
+in channels, so that no content has this order."""
+
 USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Canonical roles, which chat templates render without naming all of them."""
 
@@ -190,6 +195,31 @@ def without_flags(message: Message) -> dict[str, Any]:
 def is_cut(message: Message) -> bool:
     """Return whether the message ends at a limit, not where the model ended it."""
     return message.get(FINISH) in CUT_REASONS
+
+
+def with_calls_in_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as they are rendered: an answer with :data:`CALLS_IN_TEXT` has this text
+    in place of its content and its calls. Raises MessageError if the text is empty.
+
+    >>> with_calls_in_text(
+    ...     [{"role": "assistant", "content": "b", "tool_calls": [], "content_with_calls": "{} b"}]
+    ... )
+    [{'role': 'assistant', 'content': '{} b'}]
+    """
+    return [_with_calls_in_text(message) for message in messages]
+
+
+def _with_calls_in_text(message: Message) -> dict[str, Any]:
+    text = message.get(CALLS_IN_TEXT)
+    if text is None:
+        return dict(message)
+    if not text:
+        raise MessageError(
+            "an answer has text behind its tool calls, in an order that the chat template cannot "
+            "write; use the row's token ids (data.use_tokens), or drop the row"
+        )
+    rest = {k: v for k, v in message.items() if k not in ("tool_calls", CALLS_IN_TEXT)}
+    return {**rest, "content": text}
 
 
 def with_cut_end(messages: Sequence[Message]) -> list[dict[str, Any]]:

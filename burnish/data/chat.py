@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from burnish.chat_message import REASONING, Message, is_cut, roles_of, without_flags
 from burnish.data.decoding import response_decoder
 from burnish.data.left_out import REFUSED, Field, check_rendering
-from burnish.data.messages import as_messages, trained_flags
+from burnish.data.messages import as_messages, as_rendered, trained_flags
 from burnish.data.notices import note
 from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
 from burnish.data.rendering import Tools, habits_of, render_text, with_reasoning_once
@@ -63,6 +63,7 @@ def encode_prompt(
     if not isinstance(prompt, str) or apply_chat_template:
         messages = as_messages(prompt, system_prompt=system_prompt)
         check_prompt(messages)
+        messages = as_rendered(messages)
         messages = with_reasoning_once(tokenizer, messages, tools)
         check_rendering(tokenizer, messages, tools, system_prompt=system_prompt, refused=refused)
         text = render_text(tokenizer, messages, add_generation_prompt=True, tools=tools)
@@ -121,7 +122,7 @@ def encode_conversation(
             "an earlier answer that is trained was cut (finish_reason), but the conversation goes "
             "on, so it is trained with the end that the template writes; set train: false on it",
         )
-    bare = [without_flags(message) for message in messages]
+    bare = [without_flags(message) for message in as_rendered(messages)]
     bare = with_reasoning_once(tokenizer, bare, tools)
     check_rendering(tokenizer, bare, tools, refused=refused)
     bare = _without_own_end(tokenizer, bare, tools)
@@ -387,8 +388,6 @@ def _trained_length(
     if length is not None:
         _check_behind(tokenizer, answer[length:], message)
         return length - is_cut
-    if is_cut:  # in a call that was begun
-        return len(answer)
     note(
         "no_end_token",
         "the chat template appends no end token to the assistant's turn, so the model does not "

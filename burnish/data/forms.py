@@ -41,7 +41,13 @@ from burnish.config.forms import (
 from burnish.data.config import DataConfig
 from burnish.data.episode_rows import episode_of
 from burnish.data.held_out import part_of
-from burnish.data.messages import as_messages, parsed, with_sharegpt_role, without_nulls
+from burnish.data.messages import (
+    as_messages,
+    as_rendered,
+    parsed,
+    with_sharegpt_role,
+    without_nulls,
+)
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.streamed import StreamedRows
@@ -124,9 +130,9 @@ def from_messages(values: Values, config: DataConfig) -> Values:
             number = len(episode.turns) - 1
             before = episode.text_before(number) or episode.messages_before(number)
             prompt = before if values.get(config.prompt_key) is None else values[config.prompt_key]
-            answer = episode.turns[-1].message["content"]
+            answer = _in_column(MESSAGES, lambda: as_rendered([episode.turns[-1].message]))
             new = _others(values, config, MESSAGES)
-            return new | {config.prompt_key: prompt, config.answer_key: answer}
+            return new | {config.prompt_key: prompt, config.answer_key: answer[0]["content"]}
     return _of_conversation(values, _turns(values, MESSAGES), config, used=MESSAGES)
 
 

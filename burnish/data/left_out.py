@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, USUAL_ROLES, Message
+from burnish.data.messages import as_rendered
 from burnish.data.notices import note
 from burnish.data.rendering import Habits, Tools, habits_of, render_text
 from burnish.data.sources import DataError
@@ -71,7 +72,7 @@ def check_rendering(
     (role and fields). ``refused``: the fields that are checked; messages of a running episode may
     contain text that the policy wrote with tool calls, which many templates leave out.
     """
-    habits = habits_of(tokenizer, tools)
+    habits, messages = habits_of(tokenizer, tools), as_rendered(messages)
     for field, role in _fields_left_out(tokenizer, messages, tools, habits.tags):
         if field == "tools":
             note("tools_ignored", _TOOLS_IGNORED)

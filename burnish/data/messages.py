@@ -12,6 +12,7 @@ from burnish.chat_message import (
     canonical,
     is_refusal,
     trained_flag,
+    with_calls_in_text,
     wrapped_tool,
 )
 from burnish.data.notices import note
@@ -65,6 +66,16 @@ def as_messages(
             "differs; unset system_prompt, or remove the message from the data"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return canonical messages as templates render them, with the calls of an answer in its text
+    if they were sampled in another order than templates write. Raises DataError if no template
+    text has this order."""
+    try:
+        return with_calls_in_text(messages)
+    except MessageError as error:
+        raise DataError(str(error)) from error
 
 
 def parsed(value: Any) -> Any:

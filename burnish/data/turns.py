@@ -10,11 +10,10 @@ Reading order: locate_turns, _last_turn, _earlier_turn.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from burnish.chat_message import REASONING, Message
 from burnish.data.notices import note
@@ -33,8 +32,7 @@ from burnish.templates import current_date
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK, _TEXT, _CALL_ID = "qzplacezq", "qztextzq", "probe0000"
-_TAG = re.compile(r"[<\[][^\s{\"]+")
+_MARK, _TEXT = "qzplacezq", "qztextzq"
 _SHOWN = 40  # characters of a text in an error
 _ONE_ANSWER = (
     "train: false on the earlier answers, or split the conversation into one row per answer, or "
@@ -159,8 +157,7 @@ def _cut_turn(render: Render, messages: Sequence[Message], prompt: str, habits: 
     """
     answer, tags = messages[-1], habits.tags
     if answer.get("tool_calls"):
-        begun = _begun_call(render, messages, prompt, habits)
-        return _last_turn(render, messages, prompt, habits) if begun is None else begun
+        return _last_turn(render, messages, prompt, habits)
     content, reasoning = answer["content"], answer.get(REASONING[0], "")
     begins = content.lstrip()
     state = _prompt_block(render, messages[:-1], prompt, tags)[1]
@@ -192,58 +189,6 @@ def _cut_turn(render: Render, messages: Sequence[Message], prompt: str, habits: 
     if begins == tags.begin:
         turn = turn.rstrip("\n")
     return _without_first_block(turn, tags) if tags.is_cut(begins) else turn
-
-
-def _begun_call(
-    render: Render, messages: Sequence[Message], prompt: str, habits: Habits
-) -> str | None:
-    """Return the turn of an answer with calls that was cut in a further call, whose text is the end
-    of the content. None if the content has no beginning of a call.
-
-    Templates write the content before the calls, but the model wrote this part behind them.
-    """
-    answer = messages[-1]
-    calls, content = answer["tool_calls"], answer["content"]
-    further = {**calls[-1], "id": _CALL_ID, "function": {"name": _MARK, "arguments": {}}}
-    opening = _opening_of_calls(render, messages, further)
-    place = _place_of(opening, content) if opening else None
-    if place is None:
-        return None
-    calling = {**answer, "content": content[:place].rstrip(), "tool_calls": [*calls, further]}
-    turn = _last_turn(render, [*messages[:-1], calling], prompt, habits).rpartition(_MARK)[0]
-    written, begins, _ = turn.rpartition(opening)
-    return written + content[place:] if begins else None
-
-
-def _opening_of_calls(render: Render, messages: Sequence[Message], call: Mapping[str, Any]) -> str:
-    """Return the tag that the template writes before each call of an answer in the place of the
-    last message; empty if there is none. ``call``: one whose name is a mark."""
-    answer = {**messages[-1], "content": "", "tool_calls": [call, call]}
-    try:
-        parts = render([*messages[:-1], answer], add_generation_prompt=False).split(_MARK)
-    except DataError:  # a template of one call in a turn
-        return ""
-    if len(parts) != 3:
-        return ""
-    before, between, _ = parts
-    ends = zip(reversed(before), reversed(between), strict=False)
-    same = next((i for i, (a, b) in enumerate(ends) if a != b), min(len(before), len(between)))
-    opening = _TAG.search(between[len(between) - same :])
-    return opening[0] if opening else ""
-
-
-def _place_of(opening: str, content: str) -> int | None:
-    """Return the index at which a call begins in a text, of which the end may be a part of
-    ``opening``.
-
-    >>> _place_of("<call>", "a <call>{"), _place_of("<call>", "a <ca"), _place_of("<call>", "a")
-    (2, 2, None)
-    """
-    place = content.find(opening)
-    if place >= 0:
-        return place
-    lengths = (n for n in range(len(opening) - 1, 0, -1) if content.endswith(opening[:n]))
-    return next((len(content) - n for n in lengths), None)
 
 
 def _without_first_block(turn: str, tags: Tags) -> str:

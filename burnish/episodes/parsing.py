@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish.chat_message import Message
+from burnish.chat_message import CALLS_IN_TEXT, Message
 from burnish.episodes.formats import ToolFormat
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
 from burnish.episodes.tool_calls import MAX_CALLS, CallReader, read_call, repeated_key
@@ -40,7 +40,8 @@ class ParsedMessage:
 
     message: Message
     """``role``, ``content``, and if present ``reasoning_content`` and ``tool_calls``. A call is
-    ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``."""
+    ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``. If content follows the
+    first call, ``content_with_calls`` is the text in its order."""
     problem: str | None
     """Description of malformed tool calls, addressed to the policy; None if there are none."""
     stop: str | None = None
@@ -85,6 +86,7 @@ class ResponseParser:
         calls: Mapping[str, Any] = fields.get(CALLS, {})
         self._is_json = calls.get("content") == "json"
         self._repeats = bool(calls.get("repeats"))
+        self._has_channels = _has_channels(fields)
         closing = fields.get("reasoning_content", {}).get("close")
         self._reasoning_end = closing if isinstance(closing, str) else ""
 
@@ -141,6 +143,9 @@ class ResponseParser:
         message = _message(fields) if cut is None else _message(fields, text[:cut], text[cut:])
         if reader.calls:
             message[CALLS] = reader.calls
+            head = _message(self._fields(text[: spans[0].begin], with_calls=False))
+            if message["content"] != head["content"]:
+                message[CALLS_IN_TEXT] = "" if self._has_channels else self._with_calls(text)
         problems = reader.problems or list(self._unread(message["content"], text, regions))
         problem = self._with_example("; ".join(problems)) if problems else None
         return ParsedMessage(message, problem)
@@ -198,6 +203,10 @@ class ResponseParser:
             return self._parsed(text, with_calls=with_calls)
         except Exception:
             return {"content": text}
+
+    def _with_calls(self, text: str) -> str:
+        """Return the content of a response with its calls as text."""
+        return str(_message(self._fields(text, with_calls=False))["content"])
 
     def _values(
         self, text: str, spans: Sequence[Region], tools: Sequence[Mapping[str, Any]]
@@ -291,7 +300,7 @@ def _adapted(template: Mapping[str, Any]) -> dict[str, Any]:
     template with channels, in which the content has an opening of its own, keeps its places."""
     copy = deepcopy(dict(template))
     fields = copy["fields"]
-    has_channels = bool({"open", "open_pattern"} & set(fields.get("content", {})))
+    has_channels = _has_channels(fields)
     begins = {tags.begin for tags in REASONING_TAGS}
     for name, entry in fields.items():
         if entry.get("content") == "json":
@@ -302,6 +311,11 @@ def _adapted(template: Mapping[str, Any]) -> dict[str, Any]:
             del entry["open"]
             entry["open_pattern"] = rf"\A\s*+(?:{'|'.join(map(re.escape, literals))})"
     return copy
+
+
+def _has_channels(fields: Mapping[str, Any]) -> bool:
+    """Return whether the content has an opening of its own."""
+    return bool({"open", "open_pattern"} & set(fields.get("content", {})))
 
 
 def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from burnish.chat_message import Message
+from burnish.chat_message import CALLS_IN_TEXT, Message
 from burnish.compact import IntArray
 from burnish.data.chat import encode_prompt, response_text
 from burnish.data.decoding import response_decoder
 from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
-from burnish.data.messages import as_messages
+from burnish.data.messages import as_messages, as_rendered
 from burnish.data.pieces import encode_piece
 from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
@@ -211,6 +211,7 @@ class ChatRenderer(TextCodec):
                     "the conversation ends with an assistant message, so there is nothing to "
                     "answer; end it with a user message or a tool result"
                 )
+            checked = as_rendered(checked)
             _check_length(_given_text(checked), max_tokens)
             check_rendering(self._tokenizer, checked, refused=REFUSED_IN_EPISODES)
             marked, marks = self._template.marked(checked, tools)
@@ -317,8 +318,12 @@ class ChatRenderer(TextCodec):
             calls=calls,
         )
         if not begin and self._framing.openings:
-            content = self._framing.without_opening(parsed.message["content"])
-            parsed = replace(parsed, message={**parsed.message, "content": content})
+            texts = {
+                key: self._framing.without_opening(parsed.message[key])
+                for key in ("content", CALLS_IN_TEXT)
+                if key in parsed.message
+            }
+            parsed = replace(parsed, message={**parsed.message, **texts})
         return replace(parsed, stop=stop) if stop is not None else parsed
 
     def message_parts(

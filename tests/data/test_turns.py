@@ -143,6 +143,32 @@ def test_a_response_cut_in_a_further_call_is_trained_as_written(family: str, bef
         assert tokenizer.decode(trained).split() == tokenizer.decode(sampled).split()
 
 
+@pytest.mark.parametrize("family", ["chatml", "xml"])
+@pytest.mark.parametrize("behind", ["\n<tool_call>\n{oops", " I am done."])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_text_behind_a_call_is_trained_where_it_was_sampled(
+    family: str, behind: str, is_later: bool
+) -> None:
+    """Also in a response that a client answered with the result of the complete call."""
+    tokenizer = chat_tokenizer(family)
+    renderer = ChatRenderer(tokenizer)
+    called = answer("First.", tool_calls=[probe_call("look_up", {"key": "a"}, "probe0000")])
+    ids, mask = encode_conversation(tokenizer, [user("q"), called], tools=TOOLS)
+    begin, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    written = str(tokenizer.decode(ids[begin : end - 1])) + behind
+    sampled = [*tokenizer(written, add_special_tokens=False)["input_ids"], ids[end - 1]]
+    message = renderer.parse(sampled, TOOLS, prompt_ids=ids[:begin], ended=True).message
+    assert message["tool_calls"] and message["content"] != "First."
+    row = [user("q"), message]
+    if is_later:
+        row += [result("4", message["tool_calls"][0]["id"]), answer("It is 4.")]
+    ids, mask = encode_conversation(tokenizer, row, tools=TOOLS)
+    trained = [i for i, on in zip(ids, mask, strict=True) if on]
+    assert trained[: len(sampled)] == sampled
+    _, prompt = encode_prompt(tokenizer, [*row, user("Go on.")], tools=TOOLS)
+    assert str(tokenizer.decode(sampled)) in str(tokenizer.decode(prompt))
+
+
 def test_qwen3_trains_a_tool_loop() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     called = '<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call><|im_end|>'

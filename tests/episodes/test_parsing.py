@@ -64,6 +64,14 @@ def test_a_call_is_read(family: str, text: str) -> None:
     assert made["type"] == "function" and len(made["id"]) == 9 and made["id"].isalnum()
 
 
+def test_text_behind_a_call_in_channels_has_no_rendering() -> None:
+    text = WELL_FORMED["harmony"].replace("<|call|>", "<|end|>")
+    message = parsed("harmony", f"{text}<|start|>assistant<|channel|>final<|message|>Done.").message
+    assert message["content"] == "Done." and message["tool_calls"]
+    with pytest.raises(RendererError, match="behind its tool calls"):
+        RENDERERS["harmony"][0].render([user("Go."), message, user("Go on.")], TOOLS)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_template_renders_is_read_back(family: str) -> None:
     renderer, _ = RENDERERS[family]

@@ -22,6 +22,9 @@ class Tags:
     is_word: bool = False
     """The tags are usual words of instructions. A template that only mentions them, without writing
     them around reasoning, describes the content of answers."""
+    has_lines: bool = True
+    """Models write the tags on lines of their own, and an empty line behind the block. False: they
+    write no white space at the tags. Of interest if a template opens reasoning and renders none."""
 
     def block(self, text: str) -> tuple[str, str] | None:
         """Return (reasoning, text behind it) of an answer that begins with a block of reasoning.
@@ -65,7 +68,7 @@ REASONING_TAGS = (
     Tags("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi-VL, Kimi K1.5
     Tags("<longcat_think>", "</longcat_think>"),  # LongCat
     Tags("<mm:think>", "</mm:think>"),  # MiniMax M3
-    Tags("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    Tags("<|START_THINKING|>", "<|END_THINKING|>", has_lines=False),  # Command A Reasoning
     Tags("<|channel>thought", "<channel|>"),  # Gemma 4
     Tags("<unused94>thought", "<unused95>"),  # MedGemma
     Tags("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus

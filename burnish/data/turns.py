@@ -132,6 +132,11 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
         alone = full[len(prompt) :] if full.startswith(prompt) else ""
         return alone if alone.lstrip() == rendered.text else rendered.text
     if state == "opened":
+        if not thought.reasoning and not rendered.is_closed:
+            _note_empty_reasoning(tags)
+            emptied = _emptied(render, messages, prompt)
+            if emptied is not None:
+                return emptied
         return _closing(
             full[len(prompt) :] if full.startswith(prompt) else None,
             prompt,
@@ -225,20 +230,35 @@ def _closing(
     begins with the prompt.
     """
     if not thought.reasoning and not rendered.reasoning:
-        note(
-            "empty_reasoning",
-            f"the generation prompt opens reasoning ({tags.begin}), but the answer has none; it is "
-            "trained with an empty one. Set model.chat_template to one that does not open "
-            "reasoning, if the model should answer at once",
-        )
+        _note_empty_reasoning(tags)
     written, end, _ = (turn or "").partition(tags.end)
     if turn is not None and end and written.strip() == thought.reasoning.strip():
         return turn
     reasoning = thought.reasoning if rendered.reasoning is None else rendered.reasoning
-    gap = rendered.gap if rendered.is_closed else thought.gap
-    line = "\n" if prompt.endswith("\n") or rendered.is_line or not rendered.is_closed else ""
+    gap = rendered.gap if rendered.is_closed or not tags.has_lines else thought.gap
+    is_line = rendered.is_line or (tags.has_lines and not rendered.is_closed)
+    line = "\n" if prompt.endswith("\n") or is_line else ""
     begin = "" if prompt.endswith("\n") else line
     return f"{begin}{reasoning}{line}{tags.end}{gap}{rendered.text}"
+
+
+def _note_empty_reasoning(tags: Tags) -> None:
+    note(
+        "empty_reasoning",
+        f"the generation prompt opens reasoning ({tags.begin}), but the answer has none; it is "
+        "trained with an empty one. Set model.chat_template to one that does not open "
+        "reasoning, if the model should answer at once",
+    )
+
+
+def _emptied(render: Render, messages: Sequence[Message], prompt: str) -> str | None:
+    """Return the turn of an answer without reasoning in the form that the template gives one with
+    reasoning: with a mark as reasoning, which is removed. None if the template renders no such turn
+    behind the prompt."""
+    answer = {**messages[-1], REASONING[0]: _MARK}
+    full = render([*messages[:-1], answer], add_generation_prompt=False)
+    written, mark, rest = full.removeprefix(prompt).partition(_MARK)
+    return written + rest if mark and full.startswith(prompt) and not written.strip() else None
 
 
 class _Place:

@@ -322,7 +322,7 @@ class ChatTemplate:
         """
         openings: set[str] = set()
         closings: set[str] = set()
-        question, answer = [user("Go.")], assistant(_MARK)
+        question, answer, tags = [user("Go.")], assistant(_MARK), self.tags()
         for tools in (TOOLS, ()):
             try:
                 continuation = self.continuation([user("Go on.")], tools)
@@ -332,7 +332,10 @@ class ChatTemplate:
                 )
             except (DataError, RendererError):
                 continue
-            openings |= {before.removeprefix(prompt)} if before.startswith(prompt) else set()
+            # A prompt may end with a block of reasoning, and the answer have none, or its own.
+            start = prompt if tags is None else tags.of_prompt(prompt)[0]
+            opening = before.removeprefix(start) if before.startswith(start) else ""
+            openings.add(opening if tags is None else opening.rpartition(tags.end)[2])
             last = self._special.finditer(after)[-1:]
             for closing in (continuation.before_end, *(after[: end.start()] for end in last)):
                 closings |= {closing[: part.end()] for part in self._special.finditer(closing)}

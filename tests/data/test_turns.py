@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from chat_families import chat_tokenizer
+from chat_families import byte_bpe, chat_tokenizer
 from chat_templates import PUBLISHED, REASONING_FORMS, published_tokenizer, reasoning_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -336,6 +336,36 @@ def test_an_answer_continues_the_reasoning_of_its_prompt(form: str, history: Mes
             continue
         with pytest.raises(DataError, match=r"closes reasoning.*thinking: true"):
             row(closes, message)
+
+
+_COHERE = ("<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>")
+_BLOCKS = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+
+
+@pytest.mark.parametrize("key", ["m.thinking", "''"], ids=["rendered", "never rendered"])
+def test_command_a_closes_reasoning_without_white_space(key: str) -> None:
+    """The model card of Command A Reasoning has the form with reasoning, without white space, and
+    says how the prompt closes it. The turns here are from memory, as is whether answers without
+    calls have reasoning."""
+    tokenizer = byte_bpe((*_COHERE, *_BLOCKS), eos="<|END_OF_TURN_TOKEN|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.role == 'assistant' %}"
+        "<|CHATBOT_TOKEN|>{% if THOUGHT %}<|START_THINKING|>{{ THOUGHT }}<|END_THINKING|>"
+        "{% endif %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% else %}{{ m.content }}"
+        "{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}{% if add_generation_prompt %}"
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>{% endif %}"
+    ).replace("THOUGHT", key)
+    for reasoning, notices in (("", {"empty_reasoning"}), ("why", set())):
+        row = [user("q"), answer("4", **({"reasoning_content": reasoning} if reasoning else {}))]
+        with collecting() as noted:
+            ids, mask = encode_conversation(tokenizer, row)
+        trained = str(tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]))
+        response = "<|START_RESPONSE|>4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+        assert trained == f"{reasoning}<|END_THINKING|>{response}"
+        assert set(noted) == notices
+        reader = ChatRenderer(tokenizer, history="keep")
+        prompt, sampled = ids[: -sum(mask)], ids[-sum(mask) :]
+        assert reader.parse(sampled, prompt_ids=prompt, ended=True).message == row[1]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwq", "chatml", *REASONING_FORMS])

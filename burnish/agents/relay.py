@@ -14,20 +14,20 @@ import contextlib
 import ctypes
 import json
 import os
-import select
 import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 from typing import Any
 
 MAX_REWARD_BYTES = 1 << 20
 MAX_CONNECTIONS = 96
 """Connections at once, of two descriptors each. Others wait."""
 CHUNK_BYTES = 1 << 16
-END_MS = 10_000
+END_S = 10.0
 """Time in which killed processes must have ended."""
 _INIT = 1
 _SET_DUMPABLE = 4
@@ -73,41 +73,40 @@ def end_others(*excluded: int) -> None:
     """Kill all processes of the sandbox but its init, this one and ``excluded``, and wait for their
     ends: what they write would no longer be the agent's.
 
-    Raises TimeoutError if one does not end.
+    A process that forks and ends between two looks at the list of processes would escape one look.
+    So this returns only after two looks that show the same ended processes and none that runs.
+
+    Raises TimeoutError if they do not end.
     """
+    kept = {_INIT, os.getpid(), *excluded}
+    deadline = time.monotonic() + END_S
+    before: set[tuple[int, bytes]] | None = None
     while True:
-        others = _open_others({_INIT, os.getpid(), *excluded})
-        if not others:
-            return
-        poll = select.poll()
-        for descriptor in others:
+        processes = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        others = [process for process in processes if process not in kept]
+        for process in others:  # at once, before it forks
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            poll.register(descriptor, select.POLLIN)
-        while others:
-            ended = poll.poll(END_MS)
-            if not ended:
-                raise TimeoutError("a process in the sandbox does not end")
-            for descriptor, _ in ended:
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                others.remove(descriptor)
+                os.kill(process, signal.SIGKILL)
+        ended = {(process, _start_of_ended(process)) for process in others}
+        if ended == before and all(start for _, start in ended):
+            return
+        before = ended
+        if time.monotonic() > deadline:
+            raise TimeoutError("a process in the sandbox does not end")
+        time.sleep(0.001)
 
 
-def _open_others(excluded: set[int]) -> list[int]:
-    """Return descriptors of all processes that run, except for ``excluded``."""
-    descriptors = []
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) in excluded:
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state = file.read().rpartition(b") ")[2][:1]
-            if state not in (b"Z", b"X"):  # (its parent has not asked for its end)
-                descriptors.append(os.pidfd_open(int(name)))
-        except OSError:  # it has ended
-            continue
-    return descriptors
+def _start_of_ended(process: int) -> bytes:
+    """Return when a process that has ended was started, of those that its parent has not asked for
+    (a number that tells it from later ones of the same id); empty if it runs, or is gone."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b") ")[2].split()
+    except OSError:
+        return b""
+    state, threads, start = fields[0], fields[17], fields[19]
+    # (while other threads run, the first one can have ended)
+    return start if state in (b"Z", b"X") and threads in (b"0", b"1") else b""
 
 
 async def run(settings: dict[str, Any]) -> dict[str, Any]:

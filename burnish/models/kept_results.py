@@ -6,22 +6,27 @@ results of expensive operations are kept as well: matrix products, and attention
 with its log-sum-exp. Only the rest is computed again, such as norms, activations, rotary embedding
 and residual sums: few FLOPs, but most of the memory.
 
-PyTorch's selective checkpointing keeps results by operator. FlashAttention over shared prefixes
-(``flash.py``) is several calls whose merge overwrites one of their results, so it keeps its final
-result through :func:`keep`.
+PyTorch's own selective checkpointing gives wrong gradients, without an error, where a kept result
+is overwritten through a view that does not share its version (a bias that is added in place to a
+product of three dimensions). Here it is copied before.
+
+FlashAttention over shared prefixes (``flash.py``) is several calls whose merge overwrites one of
+their results, so it keeps its final result through :func:`keep`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2)}
 """Product of an activation and a weight -> places of its factors."""
@@ -54,29 +59,49 @@ def is_kept(operator: Any, args: Any) -> bool:
     return name in _KEPT
 
 
-def _policy(_context: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
-    kept = is_kept(operator, args)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+class _Kept:
+    """A tensor that is kept, without the graph of the computation that gave it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # (below autograd a detached tensor shares its version only like this)
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._tensor = tensor.detach()
+        self._version = self._tensor._version
+
+    @property
+    def storage(self) -> int:
+        """Identity of the memory."""
+        return self._tensor.untyped_storage()._cdata
+
+    def copy(self) -> None:
+        """Move to memory of its own."""
+        self._tensor = self._tensor.clone()
+        self._version = self._tensor._version
+
+    def take(self) -> Tensor:
+        """Return the tensor."""
+        if self._tensor._version != self._version:
+            raise RuntimeError("a result that is kept for backward was changed behind its layer")
+        return self._tensor
 
 
-class Region:
+class Region(TorchDispatchMode):
     """Context manager of one computation of a layer: the first, which keeps results, or the one in
-    backward, which takes them."""
+    backward, which takes them in the same order."""
 
     begun: ClassVar[int] = 0
     """Number of computations so far."""
 
-    def __init__(
-        self, operators: AbstractContextManager[Any], results: deque[Any], *, again: bool
-    ) -> None:
+    def __init__(self, results: deque[Any], *, again: bool) -> None:
+        super().__init__()
         self.results, self.again = results, again
-        self._operators = operators
         self._token: Token[Region | None] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Region:
         Region.begun += 1
         self._token = _REGION.set(self)
-        self._operators.__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(
         self,
@@ -84,9 +109,43 @@ class Region:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._operators.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
         assert self._token is not None
         _REGION.reset(self._token)
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        compute = functools.partial(operator, *args, **kwargs or {})
+        if is_kept(operator, args):
+            return self.kept(compute)
+        if operator._schema.is_mutable and not self.again:
+            self._copy_what_changes(operator._schema, args, kwargs or {})
+        return compute()
+
+    def kept(self, compute: Callable[[], Any]) -> Any:
+        """Return the result of ``compute``, or what it was in the first computation."""
+        if self.again:
+            return tree_map_only(_Kept, _Kept.take, self.results.popleft())
+        result = compute()
+        self.results.append(tree_map_only(Tensor, _Kept, result))
+        return result
+
+    def _copy_what_changes(self, schema: Any, args: Any, kwargs: Any) -> None:
+        """Copy the results so far whose memory a call of an operator is about to overwrite."""
+        values = {**kwargs}
+        for argument, value in zip(schema.arguments, args, strict=False):
+            values[argument.name] = value
+        changed = {
+            tensor.untyped_storage()._cdata
+            for argument in schema.arguments
+            if argument.is_write
+            for tensor in tree_leaves(values.get(argument.name))
+            if isinstance(tensor, Tensor)
+        }
+        for kept in tree_leaves(list(self.results)):
+            if isinstance(kept, _Kept) and kept.storage in changed:
+                kept.copy()
 
 
 _REGION: ContextVar[Region | None] = ContextVar("region", default=None)
@@ -95,19 +154,13 @@ _REGION: ContextVar[Region | None] = ContextVar("region", default=None)
 def regions() -> tuple[Region, Region]:
     """Return the contexts of a layer's first computation and of the one in backward: the
     ``context_fn`` of ``torch.utils.checkpoint``."""
-    first, again = create_selective_checkpoint_contexts(_policy)
     results: deque[Any] = deque()
-    return Region(first, results, again=False), Region(again, results, again=True)
+    return Region(results, again=False), Region(results, again=True)
 
 
 def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return the result of ``compute``. In a layer that is computed again, return that of the first
-    computation."""
+    """Return the result of ``compute``, which calls none of the operators above. In a layer that is
+    computed again, return that of the first computation."""
     region = _REGION.get()
-    if region is not None and region.again:
-        first: tuple[Tensor, Tensor] = region.results.popleft()
-        return first
-    out, lse = compute()
-    if region is not None:
-        region.results.append((out.detach(), lse.detach()))  # without the graph of the first
-    return out, lse
+    result: tuple[Tensor, Tensor] = compute() if region is None else region.kept(compute)
+    return result

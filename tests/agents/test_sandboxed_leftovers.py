@@ -67,10 +67,18 @@ while True:
         finally:
             os.close(file)
 """
+THREAD = """
+import ctypes, platform, threading
+program = {loop!r}
+threading.Thread(target=exec, args=(program, {{}})).start()
+exit_of_one_thread = {{"x86_64": 60, "aarch64": 93}}[platform.machine()]
+ctypes.CDLL(None).syscall(exit_of_one_thread, 0)
+""".format(loop=OVERWRITE.replace("{more}", "pass"))
 LEFT = {
     "none": "import time; print(1, flush=True); time.sleep(60)",
     "loop": OVERWRITE.replace("{more}", "pass"),
     "forks": FORK,
+    "thread": THREAD,  # its process looks like one that has ended
     "forged": FORGE,
 }
 COMMAND = """

@@ -53,7 +53,7 @@ _AS_TEXT = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnSpan:
     """Span of a trained turn in the text of a row, in characters."""
 
     begin: int
@@ -68,7 +68,7 @@ def locate_turns(
     *,
     is_cut: bool = False,
     may_choose: bool = False,
-) -> tuple[str, list[Turn]]:
+) -> tuple[str, list[TurnSpan]]:
     """Return the text up to the last trained turn, and the trained turns in it.
 
     ``trained``: indices of messages, in order. ``is_cut``: the last one ends where a limit cut it,
@@ -89,7 +89,7 @@ def locate_turns(
     for number, earlier in zip(trained, turns, strict=False):
         answer = prompt[earlier.begin : earlier.end]
         _check_block(prompt[: earlier.begin], answer, number, habits.tags, advice)
-    turns.append(Turn(len(prompt), len(prompt) + len(turn)))
+    turns.append(TurnSpan(len(prompt), len(prompt) + len(turn)))
     text = prompt + turn
     for number, located in zip(trained, turns, strict=True):
         if not habits.ignores_reasoning_of(messages[number]):
@@ -279,7 +279,7 @@ class _Place:
         self._tokenizer, self._render = tokenizer, render
         self._messages, self._text, self._advice = messages, text, advice
 
-    def of(self, turn: int) -> Turn:
+    def of(self, turn: int) -> TurnSpan:
         """Return the span of message ``turn``. Raises DataError if it cannot be located."""
         messages, text = self._messages, self._text
         prompt = self._render(messages[:turn], add_generation_prompt=True)
@@ -288,7 +288,7 @@ class _Place:
         begin = len(prompt)
         alone = self._render(messages[: turn + 1], add_generation_prompt=False)
         if text.startswith(alone) and len(alone) > begin:
-            return Turn(begin, len(alone))
+            return TurnSpan(begin, len(alone))
         # If the template writes other text when more messages follow, the turn ends at its token.
         tokens = [token for token in special_tokens(self._tokenizer).values() if token]
         alone = alone.rstrip()
@@ -298,7 +298,7 @@ class _Place:
         if end and end not in region:  # an end that is behind the last message alone (Phi-4)
             same = alone[begin:].removesuffix(end).rstrip()
             if region.startswith(same) and same.endswith(tuple(tokens)):
-                return Turn(begin, begin + len(same))
+                return TurnSpan(begin, begin + len(same))
         length = region.find(end) if end else -1
         if length < 0:
             raise DataError(
@@ -306,7 +306,7 @@ class _Place:
                 f"{alone[-_SHOWN:]!r} at the end if it is the last message, and "
                 f"{region[-_SHOWN:]!r} if more follow. {self._advice}"
             )
-        return Turn(begin, begin + length + len(end))
+        return TurnSpan(begin, begin + length + len(end))
 
     def _next(self, turn: int) -> int:
         """Return a position in the text after the end of message ``turn`` and before the content of

@@ -15,7 +15,7 @@ from burnish.config.train import Checkpointing
 from burnish.models.attention import ATTENTION_NAME, NO_MASK, plan_segments
 from burnish.models.dropout import start_training
 from burnish.models.family_check import failure_text
-from burnish.models.kept_results import Region, regions
+from burnish.models.kept_results import LayerPass, layer_passes
 from burnish.models.paths import ModelError
 from burnish.models.segments import Segment
 from burnish.models.shrink import build, shrink
@@ -31,7 +31,7 @@ def enable_checkpointing(body: PreTrainedModel, mode: Checkpointing) -> None:
     renamed = getattr(body, "activation_checkpointing_enable", None)  # house: ok two versions
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = regions
+        options["context_fn"] = layer_passes
     try:
         (renamed or body.gradient_checkpointing_enable)(options)
     except ValueError as error:
@@ -81,7 +81,7 @@ def _try_to_keep(tiny: PretrainedConfig, *, packed: bool, trust: bool) -> Select
     if packed:
         model.set_attn_implementation(ATTENTION_NAME)
     body: Any = model.get_decoder()
-    plain, begun = _gradients(body, packed=packed), Region.begun
+    plain, begun = _gradients(body, packed=packed), LayerPass.begun
     try:
         enable_checkpointing(body, "selective")
         start_training(model, dropout=False)
@@ -90,7 +90,7 @@ def _try_to_keep(tiny: PretrainedConfig, *, packed: bool, trust: bool) -> Select
         return refused("this model has no layers that can be recomputed")
     except Exception as error:  # whatever a model raises
         return refused(f"its layers cannot keep some of their results ({failure_text(error)})")
-    if Region.begun == begun:
+    if LayerPass.begun == begun:
         return refused("this model recomputes nothing although it says that it can")
     differences = [float((x - y).abs().max()) for x, y in zip(plain, kept, strict=True)]
     wrong_by = max(differences) / max(float(x.abs().max()) for x in plain)

@@ -85,7 +85,7 @@ class _Kept:
         return self._tensor
 
 
-class Region(TorchDispatchMode):
+class LayerPass(TorchDispatchMode):
     """Context manager of one computation of a layer: the first, which keeps results, or the one in
     backward, which takes them in the same order."""
 
@@ -95,11 +95,11 @@ class Region(TorchDispatchMode):
     def __init__(self, results: deque[Any], *, again: bool) -> None:
         super().__init__()
         self.results, self.again = results, again
-        self._token: Token[Region | None] | None = None
+        self._token: Token[LayerPass | None] | None = None
 
-    def __enter__(self) -> Region:
-        Region.begun += 1
-        self._token = _REGION.set(self)
+    def __enter__(self) -> LayerPass:
+        LayerPass.begun += 1
+        self._token = _PASS.set(self)
         super().__enter__()
         return self
 
@@ -111,7 +111,7 @@ class Region(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         assert self._token is not None
-        _REGION.reset(self._token)
+        _PASS.reset(self._token)
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -148,19 +148,19 @@ class Region(TorchDispatchMode):
                 kept.copy()
 
 
-_REGION: ContextVar[Region | None] = ContextVar("region", default=None)
+_PASS: ContextVar[LayerPass | None] = ContextVar("pass", default=None)
 
 
-def regions() -> tuple[Region, Region]:
+def layer_passes() -> tuple[LayerPass, LayerPass]:
     """Return the contexts of a layer's first computation and of the one in backward: the
     ``context_fn`` of ``torch.utils.checkpoint``."""
     results: deque[Any] = deque()
-    return Region(results, again=False), Region(results, again=True)
+    return LayerPass(results, again=False), LayerPass(results, again=True)
 
 
 def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return the result of ``compute``, which calls none of the operators above. In a layer that is
     computed again, return that of the first computation."""
-    region = _REGION.get()
-    result: tuple[Tensor, Tensor] = compute() if region is None else region.kept(compute)
+    layer_pass = _PASS.get()
+    result: tuple[Tensor, Tensor] = compute() if layer_pass is None else layer_pass.kept(compute)
     return result

@@ -30,7 +30,7 @@ TIGHT = 0.05
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """Bytes of one rank of a role, for one purpose in one phase."""
 
     role: str
@@ -77,7 +77,7 @@ class Plan:
     hardware: str
     models: tuple[str, ...]
     batch: tuple[tuple[str, str, str], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     peaks: tuple[Peak, ...]
     """Peaks of every place in every phase."""
     disk_per_checkpoint: float
@@ -167,7 +167,7 @@ def _peak_text(peak: Peak) -> str:
     )
 
 
-def _table(rows: Iterable[Row]) -> str:
+def _table(rows: Iterable[PlanRow]) -> str:
     """Return a table of GB by role and phase: device memory of a rank by purpose, then host memory
     of all ranks of the role on a node."""
     sums: dict[tuple[str, str], dict[str, float]] = {}
@@ -206,7 +206,7 @@ def _places_text(peaks: Iterable[Peak]) -> str:
     return "\n".join(lines)
 
 
-def _details(rows: Iterable[Row]) -> str:
+def _details(rows: Iterable[PlanRow]) -> str:
     """Return one line per item, with the phases in which it exists."""
     phases: dict[tuple[str, str, str, float, str], list[str]] = {}
     for row in rows:

@@ -15,7 +15,7 @@ from burnish.config.job import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups, total_text
 from burnish.config.roles import JobSpec, RolloutRole
 from burnish.plan.hardware import Hardware
-from burnish.plan.memory_plan import PHASES, Peak, Plan, Row
+from burnish.plan.memory_plan import PHASES, Peak, Plan, PlanRow
 from burnish.plan.model_state import Item, total
 from burnish.plan.role_base import (
     HOW,
@@ -298,15 +298,17 @@ def _on_node(
 # ---- text ------------------------------------------------------------------------------------
 
 
-def _rows(roles: Iterable[RoleMemory], nodes: Sequence[dict[str, int]]) -> Iterable[Row]:
+def _rows(roles: Iterable[RoleMemory], nodes: Sequence[dict[str, int]]) -> Iterable[PlanRow]:
     for role in roles:
         on_node = max((node.get(role.role, 0) for node in nodes), default=0) or 1
         name = f"{role.role} x{role.ranks}" if role.ranks > 1 else role.role
         for phase in _phases([role]):
             for item in (*role.resident[phase], *role.passing.get(phase, ())):
-                yield Row(name, phase, item.name, item.bytes, item.how, item.where, on_node=on_node)
+                yield PlanRow(
+                    name, phase, item.name, item.bytes, item.how, item.where, on_node=on_node
+                )
             for item in role.first.get(phase, ()):
-                yield Row(name, phase, item.name, item.bytes, item.how, item.where, "first")
+                yield PlanRow(name, phase, item.name, item.bytes, item.how, item.where, "first")
 
 
 def _model_lines(roles: Iterable[RoleMemory]) -> Iterable[str]:

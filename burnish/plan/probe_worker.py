@@ -261,11 +261,10 @@ def _sampler(model: Any, role: RolloutRole, *, max_len: int | None) -> RolloutEn
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     tokenizer = scratch_tokenizer("0123456789")
-    engine: Any = make_rollout_engine(
+    tokenizer.eos_token = tokenizer.chat_template = None
+    return make_rollout_engine(
         model, tokenizer, role.engine, name=describe(role.model), dtype=role.dtype, max_len=max_len
     )
-    engine._end_tokens = set()
-    return cast(RolloutEngine, engine)
 
 
 def _sampling(role: RolloutRole, engine: RolloutEngine) -> Callable[[], Any]:

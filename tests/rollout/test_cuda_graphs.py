@@ -13,7 +13,7 @@ import torch
 
 from burnish.models.attention import DecodePlan
 from burnish.rollout.base import Sampling
-from burnish.rollout.local.decode_graphs import Block, DecodeGraphs, RowState
+from burnish.rollout.local.decode_graphs import DecodeBlock, DecodeGraphs, RowState
 from burnish.rollout.local.sampling import draw_groups
 
 
@@ -55,7 +55,7 @@ def test_steps_are_recorded_on_the_models_device_with_memory_that_stays_allocate
 
     graphs = DecodeGraphs(body, lambda x: x, cache, device)
     rows = [RowState(token=5, position=3, last=40, stops=(1,))] * 2
-    block = Block(rows, torch.zeros(8, 2), draw_groups([Sampling(9)] * 2, device))
+    block = DecodeBlock(rows, torch.zeros(8, 2), draw_groups([Sampling(9)] * 2, device))
     for _ in range(2):
         results = graphs.run(block)
         assert len(results) == 8 and len(results[0].tokens) == 2

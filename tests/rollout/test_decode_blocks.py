@@ -23,7 +23,7 @@ from burnish.rollout.base import Completion, Request, Sampling, SamplingError
 from burnish.rollout.local import model as local_model
 from burnish.rollout.local import running_batch
 from burnish.rollout.local.config import LocalEngine
-from burnish.rollout.local.decode_graphs import BLOCK, Block, DecodeGraphs, RowState
+from burnish.rollout.local.decode_graphs import BLOCK, DecodeBlock, DecodeGraphs, RowState
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.rollout.local.model import CacheTooLargeError
 from burnish.rollout.local.running_batch import RunningBatch
@@ -347,7 +347,7 @@ def test_rows_stay_at_their_position_behind_a_stop_token_and_a_limit() -> None:
     graphs = DecodeGraphs(lambda ids, at, plan: torch.zeros(*ids.shape, 7), lambda x: x, cache, cpu)
     rows = [RowState(5, 3, last, stops) for last, stops in ((40, (9, 0)), (40, (9,)), (5, ()))]
     groups = draw_groups([Sampling(9, 0.0)] * 3, cpu)
-    steps = graphs.run(Block(rows, torch.zeros(8, 3), groups))
+    steps = graphs.run(DecodeBlock(rows, torch.zeros(8, 3), groups))
     assert [step.tokens for step in steps] == [[0.0] * 3] * 8
     assert graphs._state is not None
     assert graphs._state.positions.tolist() == [3, 11, 5, 0], "the last one is padding"

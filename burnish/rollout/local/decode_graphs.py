@@ -46,7 +46,7 @@ class RowState:
 
 
 @dataclass(frozen=True)
-class Block:
+class DecodeBlock:
     """Samples to decode together, in slot order."""
 
     rows: Sequence[RowState]
@@ -106,7 +106,7 @@ class DecodeGraphs:
         """Return the largest bucket that is not larger than a count."""
         return 1 << (count.bit_length() - 1)
 
-    def run(self, block: Block) -> list[DrawnStep]:
+    def run(self, block: DecodeBlock) -> list[DrawnStep]:
         """Draw ``len(block.uniforms)`` tokens for each row. The host waits once, for the results
         (and with kept ids a second time, when the GPU has nothing left to do)."""
         count, num_steps = len(block.rows), len(block.uniforms)
@@ -219,7 +219,7 @@ class _State:
             self.logits = logits.new_empty(len(self.tokens), logits.shape[1])
         return self.logits
 
-    def load(self, block: Block, batch: int) -> None:
+    def load(self, block: DecodeBlock, batch: int) -> None:
         """Copy the state of a block to the device, without waiting for it. Rows of the batch beyond
         those of the block are at position 0 and remain there."""
         rows = torch.zeros(len(self.rows), batch, dtype=torch.int64)

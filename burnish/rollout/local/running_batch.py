@@ -29,7 +29,13 @@ from burnish.models.attention import PackedPlan, decode_plan, plan_segments
 from burnish.models.cache_attention import Extension, KVCache, PrefillPlan, prefill_plan, rounded
 from burnish.models.segments import Segment
 from burnish.rollout.base import Completion, Request, Sampling, SamplingError
-from burnish.rollout.local.decode_graphs import BLOCK, Block, DecodeGraphs, DrawnStep, RowState
+from burnish.rollout.local.decode_graphs import (
+    BLOCK,
+    DecodeBlock,
+    DecodeGraphs,
+    DrawnStep,
+    RowState,
+)
 from burnish.rollout.local.model import LocalModel
 from burnish.rollout.local.sampling import (
     draw_by_group,
@@ -327,7 +333,7 @@ class RunningBatch:
             last = row.longest - 2  # the last token is never an input
             states.append(RowState(row.tokens[-1], row.length - 1, last, tuple(row.stop.tokens)))
         groups = draw_groups([row.sampling for row in self.active], self.network.device)
-        block = Block(states, uniforms, groups)
+        block = DecodeBlock(states, uniforms, groups)
         graphs = self.network.graphs_over(self._room_for(block.num_keys))
         self._add(self.active, graphs.run(block), version)
 

@@ -1,7 +1,8 @@
 """OpenAI's Responses API, without its server-side state: clients send the whole conversation.
 
 A response is a list of items: ``reasoning``, ``message``, and a ``function_call`` per tool call.
-Consecutive items of this kind in the input are one assistant message.
+Consecutive items of this kind in the input are one assistant message, up to an item that begins
+another one. A streamed response may have several items with reasoning or text; their ids name it.
 """
 
 from __future__ import annotations
@@ -109,13 +110,19 @@ class _Turn:
     """Items of one assistant message."""
 
     path: str
-    reasoning: list[str] = field(default_factory=list)
+    reply: str
+    """Name of the response that the items belong to, empty if they have no ids."""
+    reasoning: str = ""
     content: str | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def has_answer(self) -> bool:
         return self.content is not None or bool(self.calls)
+
+    def has_part(self, item: Json) -> bool:
+        """Return whether an item is certainly of the same response."""
+        return bool(self.reply) and self.reply == _reply(item)
 
 
 class _Input:
@@ -144,11 +151,13 @@ class _Input:
             case "message":
                 self._message(item)
             case "reasoning":
-                if self.turn is not None and self.turn.has_answer:
-                    self._end_turn()
-                parts = item.get("content") or item.get("summary")
-                if parts is not None and (text := joined_text(parts, _THOUGHT)):
-                    self._open_turn(item).reasoning.append(text)
+                self._begin_part(item)
+                parts = [item.get(key) for key in ("content", "summary")]
+                texts = [joined_text(part, _THOUGHT) for part in parts if part is not None]
+                if text := next(filter(None, texts), ""):
+                    turn = self._open_turn(item)
+                    is_next = not turn.reasoning or turn.has_part(item)
+                    turn.reasoning += text if is_next else f"\n{text}"
             case "function_call":
                 call_id, name = item.need("call_id").name(), item.need("name").name()
                 call = tool_call(call_id, name, arguments_of(item.need("arguments")))
@@ -172,21 +181,34 @@ class _Input:
             role = "system" if role == "developer" else role
             self.conversation.add({"role": role, "content": content}, item.path)
             return
-        if self.turn is not None and self.turn.has_answer:
+        self._begin_part(item)
+        turn = self._open_turn(item)
+        turn.content = (turn.content or "") + content
+
+    def _begin_part(self, item: Json) -> None:
+        """End the message so far if it has an answer, unless ``item`` is of the same response."""
+        turn = self.turn
+        if turn is not None and turn.has_answer and not turn.has_part(item):
             self._end_turn()
-        self._open_turn(item).content = content
 
     def _open_turn(self, item: Json) -> _Turn:
         if self.turn is None:
-            self.turn = _Turn(item.path)
+            self.turn = _Turn(item.path, _reply(item))
         return self.turn
 
     def _end_turn(self) -> None:
         turn, self.turn = self.turn, None
         if turn is not None:
-            reasoning = "\n".join(turn.reasoning)
-            message = assistant_message(turn.content or "", reasoning, turn.calls)
+            message = assistant_message(turn.content or "", turn.reasoning, turn.calls)
             self.conversation.add(message, turn.path)
+
+
+def _reply(item: Json) -> str:
+    """Return the name of the response in the id of an item (:func:`_items`), or ""."""
+    prefix, _, name = item.read("id", Json.text, "").partition("_")
+    head, _, number = name.rpartition("_")
+    name = head if head and number.isdigit() else name
+    return name if prefix in ("rs", "msg", "fc") else ""
 
 
 def _read_tools(node: Json) -> tuple[Any, ...]:

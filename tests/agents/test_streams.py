@@ -13,7 +13,15 @@ from agent_session import backend_of, call, says, tool_call, user, words
 from chat_families import chat_tokenizer
 
 from burnish.agents.app import AgentApp
-from burnish.agents.calls import CallError
+from burnish.agents.calls import (
+    CallError,
+    Choice,
+    Delta,
+    ModelCall,
+    ModelReply,
+    ReplyStart,
+)
+from burnish.agents.openai_responses import Responses
 from burnish.agents.serving import OneModel
 from burnish.episodes.renderer import ChatRenderer
 from burnish.serve.guard import RequestGuard, ServerLimits
@@ -106,6 +114,52 @@ async def check_api(http: httpx.AsyncClient, path: str, body: Mapping[str, Any])
     assert joined(sent) == joined([whole])
     if path == "responses":
         assert joined([events[-1]["response"]]) == joined([whole])
+        assert returned(events[-1]["response"]) == returned(whole)
+
+
+def returned(response: Mapping[str, Any]) -> Any:
+    """The response as it is read from a client that sends its items back."""
+    body = {"model": "gpt", "input": [*response["output"], user("Go on.")]}
+    read = Responses().read(json.loads(json.dumps(body)), max_messages=100)
+    *answers, question = read.messages
+    assert question == user("Go on.")
+    return [
+        {**answer, "tool_calls": [call["function"] for call in answer.get("tool_calls", ())]}
+        for answer in answers
+    ]
+
+
+def test_streamed_items_of_one_response_are_one_message() -> None:
+    """Channels may have reasoning after text. Items of other responses are other messages."""
+    deltas = [("I add.", ""), ("", "Let me see."), ("\nAgain.", ""), ("", "\nFour.")]
+    message = {
+        "role": "assistant",
+        "content": "Let me see.\nFour.",
+        "reasoning_content": "I add.\nAgain.",
+    }
+    output = []
+    for name in ("e-1", "e-2"):
+        asked = ModelCall("m", show_reasoning=True)
+        writer = Responses().writer(asked, ReplyStart(name, 1, "m", 9))
+        for reasoning, content in deltas:
+            list(writer.add(Delta(0, reasoning, content)))
+        reply = ModelReply(name, 1, "m", (Choice(message, "stop"),), 9, 4, 2)
+        last = list(writer.finish(reply))[-1]
+        output += json.loads(last.partition("data: ")[2])["response"]["output"]
+    assert len(output) == 8
+    assert returned({"output": output}) == [{**message, "tool_calls": []}] * 2
+
+
+@pytest.mark.parametrize("content", [None, []])
+def test_reasoning_in_a_summary_is_read_if_there_is_no_other(content: Any) -> None:
+    """Burnish sends it as content; clients and other servers write it as the summary."""
+    summary = [{"type": "summary_text", "text": "why"}]
+    thought = {"type": "reasoning", "id": "rs_1", "summary": summary, "content": content}
+    answer = {"type": "message", "id": "msg_1", "role": "assistant", "content": "4"}
+    [message] = returned({"output": [thought, answer]})
+    assert (message["reasoning_content"], message["content"]) == ("why", "4")
+    thought["content"] = [{"type": "reasoning_text", "text": "all of it"}]
+    assert returned({"output": [thought, answer]})[0]["reasoning_content"] == "all of it"
 
 
 def test_several_prompts_are_answered_in_order() -> None:

@@ -205,7 +205,8 @@ class _Input:
 
 def _reply(item: Json) -> str:
     """Return the name of the response in the id of an item (:func:`_items`), or ""."""
-    prefix, _, name = item.read("id", Json.text, "").partition("_")
+    node = item.get("id")
+    prefix, _, name = str("" if node is None else node.value).partition("_")
     head, _, number = name.rpartition("_")
     name = head if head and number.isdigit() else name
     return name if prefix in ("rs", "msg", "fc") else ""

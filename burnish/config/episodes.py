@@ -16,12 +16,28 @@ from burnish.config.sandbox import BubblewrapSandbox, SandboxConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.rewards.kinds import RewardConfig
 
-FormatName = Literal["hermes", "xml", "glm", "llama3_json", "mistral", "mistral_args", "harmony"]
+FormatName = Literal[
+    "hermes",
+    "xml",
+    "seed",
+    "glm",
+    "llama3_json",
+    "mistral",
+    "mistral_args",
+    "nemotron",
+    "apriel",
+    "phi4",
+    "granite",
+    "harmony",
+]
 """hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
 xml: ``<function=NAME><parameter=KEY>VALUE</parameter></function>`` in ``<tool_call>`` (Qwen3-Coder,
 Qwen3.5). glm: ``<arg_key>`` and ``<arg_value>`` in ``<tool_call>`` (GLM-4.5). llama3_json: the
 response is one JSON object (Llama 3.1). mistral: ``[TOOL_CALLS]`` and a JSON list (v3).
-mistral_args: ``[TOOL_CALLS]NAME[ARGS]{...}`` (v11 and later). harmony: channels (gpt-oss)."""
+mistral_args: ``[TOOL_CALLS]NAME[ARGS]{...}`` (v11 and later). seed: as xml, in ``<seed:tool_call>``
+(Seed-OSS). A JSON list of calls: nemotron in ``<TOOLCALL>`` (Nemotron Nano v2), apriel in
+``<tool_calls>`` (Apriel, Hunyuan-A13B), phi4 in ``<|tool_call|>`` with an end (Phi-4-mini), granite
+behind ``<|tool_call|>`` (Granite 3). harmony: channels (gpt-oss)."""
 
 TOOLS_FRAC = 0.9
 """Share of a step's time limit that all tool calls of a turn may take together. The rest is for the

@@ -67,6 +67,15 @@ def _calls(**entries: Any) -> dict[str, Any]:
     return {"tool_calls": {"repeats": True, **entries}}
 
 
+def _listed(name: str, opening: str, closing: str) -> ToolFormat:
+    """Return a format of one call or a JSON list of calls between two texts. Without ``closing``
+    it ends with the response."""
+    example = f'{opening}[{{"name": "NAME", "arguments": {{"KEY": VALUE}}}}]{closing}'
+    ends = {"close": closing} if closing else {}
+    fields = _calls(open=opening, **ends, **_LAX_JSON)
+    return ToolFormat(name, example, fields, opening=opening, closing=closing)
+
+
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": ToolFormat(
         "hermes",
@@ -82,6 +91,21 @@ FORMATS: Mapping[str, ToolFormat] = {
         _calls(
             open_pattern=r"<tool_call>\s*<function=(?P<name>[^<>\n]+)>",
             close_pattern=r"</function>\s*</tool_call>",
+            content="xml-inline",
+            content_args={"tag_pattern": _XML_PARAMETER.expression},
+            transform=_NAMED,
+        ),
+        opening="<function=",
+        closing="</function>",
+        parameters=_XML_PARAMETER,
+    ),
+    "seed": ToolFormat(
+        "seed",
+        "<seed:tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        _calls(
+            open_pattern=r"<seed:tool_call>\s*<function=(?P<name>[^<>\n]+)>",
+            close_pattern=r"</function>\s*</seed:tool_call>",
             content="xml-inline",
             content_args={"tag_pattern": _XML_PARAMETER.expression},
             transform=_NAMED,
@@ -112,12 +136,7 @@ FORMATS: Mapping[str, ToolFormat] = {
             **_LAX_JSON,
         ),
     ),
-    "mistral": ToolFormat(
-        "mistral",
-        '[TOOL_CALLS][{"name": "NAME", "arguments": {"KEY": VALUE}}]',
-        _calls(open="[TOOL_CALLS]", **_LAX_JSON),
-        opening="[TOOL_CALLS]",
-    ),
+    "mistral": _listed("mistral", "[TOOL_CALLS]", ""),
     "mistral_args": ToolFormat(
         "mistral_args",
         '[TOOL_CALLS]NAME[ARGS]{"KEY": VALUE}',
@@ -130,6 +149,10 @@ FORMATS: Mapping[str, ToolFormat] = {
         ),
         opening="[TOOL_CALLS]",
     ),
+    "nemotron": _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+    "apriel": _listed("apriel", "<tool_calls>", "</tool_calls>"),
+    "phi4": _listed("phi4", "<|tool_call|>", "<|/tool_call|>"),
+    "granite": _listed("granite", "<|tool_call|>", ""),
     "harmony": ToolFormat(
         "harmony",
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
@@ -170,9 +193,14 @@ _BY_MARKER = (
     ("<|channel|>commentary", "harmony"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<seed:tool_call>", "seed"),
     ("<function=", "xml"),
     ("<arg_key>", "glm"),
     ("<tool_call>", "hermes"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<tool_calls>", "apriel"),
+    ("<|/tool_call|>", "phi4"),
+    ("<|tool_call|>", "granite"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -55,6 +55,17 @@ def mistral_args(name: str, arguments: Mapping[str, Any]) -> str:
     return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
 
 
+def seed(name: str, arguments: Mapping[str, Any]) -> str:
+    return xml(name, arguments).replace("tool_call>", "seed:tool_call>")
+
+
+def listed(opening: str, closing: str) -> Callable[[str, Mapping[str, Any]], str]:
+    """A function that writes a call as a list between two texts."""
+    return lambda name, arguments: (
+        opening + json.dumps([{"name": name, "arguments": arguments}]) + closing
+    )
+
+
 def harmony(name: str, arguments: Mapping[str, Any]) -> str:
     head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
     return f"{head}{json.dumps(arguments)}<|call|>"
@@ -62,7 +73,12 @@ def harmony(name: str, arguments: Mapping[str, Any]) -> str:
 
 CALL = {
     function.__name__: function
-    for function in (hermes, xml, glm, llama3_json, mistral, mistral_args, harmony)
+    for function in (hermes, xml, seed, glm, llama3_json, mistral, mistral_args, harmony)
+} | {
+    "nemotron": listed("<TOOLCALL>", "</TOOLCALL>"),
+    "apriel": listed("<tool_calls>", "</tool_calls>"),
+    "phi4": listed("<|tool_call|>", "<|/tool_call|>"),
+    "granite": listed("<|tool_call|>", ""),
 }
 """Format -> function that writes one call."""
 
@@ -72,8 +88,8 @@ def replies(name: str) -> list[tuple[str, str, str]]:
     one, other = CALL[name]("look_up", ONE), CALL[name]("measure", OTHER)
     if name == "llama3_json":
         return [("", one, "")]
-    if name == "mistral":
-        both = "[TOOL_CALLS]" + json.dumps(
+    if name in ("mistral", "granite"):
+        both = FORMATS[name].opening + json.dumps(
             [{"name": "look_up", "arguments": ONE}, {"name": "measure", "arguments": OTHER}]
         )
         return [("Let me see. ", one, ""), ("Let me see. ", both, "")]
@@ -133,7 +149,7 @@ def test_a_reply_that_is_cut_anywhere_has_no_call_of_its_own_and_loses_no_text(
         elif len(made) < len(wanted) and cut > len(before):
             begun = whole[:cut].removeprefix(before).removeprefix(written)
             assert visible(found).endswith(letters(begun)), whole[:cut]
-    assert counts == {0, len(wanted)} | ({1} if name != "mistral" else set())
+    assert counts == {0, len(wanted)} | ({1} if name not in ("mistral", "granite") else set())
 
 
 MALFORMED = [
@@ -163,6 +179,11 @@ MALFORMED = [
     ("mistral", '[TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}}, {"name": 3}]'),
     ("mistral_args", '[TOOL_CALLS]look_up[ARGS]{"key": "a"} and more'),
     ("mistral_args", '[TOOL_CALLS]look_up{"key": "a"}'),
+    ("seed", "<seed:tool_call>\n<function=look_up\n</seed:tool_call> and more"),
+    ("nemotron", '<TOOLCALL>[{"name": "look_up", "arguments": {"key": "a"}}] and more'),
+    ("apriel", '<tool_calls>[{"name": "look_up"}, 3]</tool_calls>'),
+    ("phi4", '<|tool_call|>{"name": "look_up", "arguments": {"key": "a"}}'),
+    ("granite", '<|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}] and more'),
     ("harmony", "<|channel|>commentary to=functions.look_up<|message|>{]<|call|>"),
 ]
 
@@ -175,7 +196,7 @@ def test_a_malformed_call_and_everything_after_it_is_content(name: str, text: st
     assert found.problem is not None and calls(found) == []
     assert found.message["content"] == text.strip()
     good = CALL[name]("measure", OTHER)
-    if name in ("llama3_json", "mistral"):  # one text with all calls
+    if name in ("llama3_json", "mistral", "granite"):  # one text with all calls
         return
     both = f"{good}\n{text}\n{good}" if name != "harmony" else f"{good}<|start|>assistant{text}"
     found = read.parse(both, TOOLS, end="<|im_end|>")

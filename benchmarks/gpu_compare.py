@@ -7,6 +7,8 @@ weights, and the table has the ratio to ``base`` of the same case. ``base`` is m
 log-probs by PyTorch's operations. The learning rate is so small that weights stay the same: loss
 and gradient norm of the settings are those of the same function, and must agree.
 
+Last, ``train.deterministic`` in the first case; its ratio is that to the same setting without it.
+
 Two steps warm up, three are measured; of steps that take longer than :data:`LONG_S`, one each.
 """
 
@@ -35,7 +37,9 @@ from gpu_report import Report, Setup
 from gpu_speed import Case, rl_cases, sft_cases
 
 from burnish.config.train import TrainConfig
+from burnish.models.deterministic import check_deterministic
 from burnish.models.flash import FlashSwitch
+from burnish.models.flash_versions import is_installed
 from burnish.models.fused_head import BY_TORCH, FusedHead
 from burnish.oom import is_out_of_memory
 from burnish.train.base import Outputs
@@ -52,11 +56,14 @@ class Setting:
     fused_head: bool = True
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Of the recipe's section train."""
+    newer: bool = False
+    """True: with FlashAttention 3 or 4."""
 
     @property
     def exists(self) -> bool:
-        """Return whether this version of Burnish has the keys."""
-        return set(self.keys) <= set(TrainConfig.model_fields)
+        """Return whether this version of Burnish has the keys, and the package is installed."""
+        installed = is_installed("FA3") or is_installed("FA4")
+        return set(self.keys) <= set(TrainConfig.model_fields) and (installed or not self.newer)
 
 
 SETTINGS = (
@@ -64,8 +71,11 @@ SETTINGS = (
     Setting("+ attention", fused_head=False),
     Setting("+ head"),
     Setting("+ compile", keys={"compile": "layers"}),
+    Setting("+ FlashAttention 3 or 4", keys={"compile": "layers"}, newer=True),
 )
 """The first is what others are compared with."""
+DETERMINISTIC = Setting("+ head, deterministic", keys={"deterministic": True})
+"""Measured last, in the first case: the cost of ``train.deterministic``."""
 BEST = [setting for setting in SETTINGS if setting.exists][-1]
 WARM, MEASURED = 2, 3
 LONG_S = 4.0
@@ -96,7 +106,7 @@ def compare_cases(*, tiny: bool) -> list[tuple[Case, bool]]:
 
 def compare(setup: Setup, report: Report) -> None:
     """Measure each setting in each case."""
-    lines = list[str]()
+    lines, plain = list[str](), None
     settings = [s for s in SETTINGS if s.exists and not (setup.tiny and s.keys)]
     report.add(settings=[s.name for s in settings])
     with operators(setup):
@@ -117,6 +127,18 @@ def compare(setup: Setup, report: Report) -> None:
                     _report(report, setup, (case, setting), (found, measured.get("base")))
                     lines[-1] += f", {setting.name} {found.tokens_per_s:.0f} tokens/s"
                     report.summary("; ".join(lines))
+            plain = plain or measured.get("+ head")
+        engines.clear()
+        free(setup)
+        case, with_entropy = compare_cases(tiny=setup.tiny)[0]
+        with report.case(f"{case.name}, {DETERMINISTIC.name}"):
+            check_deterministic(None, torch.device(setup.device))
+            engine = engine_of(setup, case, DETERMINISTIC, with_entropy=with_entropy)
+            found = measure(setup, case, DETERMINISTIC, engine)
+            _report(report, setup, (case, DETERMINISTIC), (found, plain))
+            ratio = "" if plain is None else f" ({found.tokens_per_s / plain.tokens_per_s:.2f} x)"
+            lines.append(f"{DETERMINISTIC.name} {found.tokens_per_s:.0f} tokens/s{ratio}")
+            report.summary("; ".join(lines))
 
 
 def _report(
@@ -153,14 +175,17 @@ def engine_of(
         max_tokens_per_micro_batch=case.budget,
         attention="auto" if setup.tiny else "flash",  # (tiny: fp32)
         lr=LR,
-        **({} if setup.tiny else setting.keys),
+        **{k: v for k, v in setting.keys.items() if k != "compile" or not setup.tiny},
     )
 
 
 def switch(setup: Setup, engine: TorchTrainEngine, setting: Setting) -> None:
     """Switch the attention and the log-probs of an engine."""
     forward = engine.forward
-    forward.flash = FlashSwitch(may_fall_back=False) if setting.flash else None
+    newer = engine.attention.newer if setting.newer else None
+    if setting.newer and newer is None and not setup.tiny:
+        raise RuntimeError(f"attention by {engine.attention.sentence}")
+    forward.flash = FlashSwitch(may_fall_back=False, newer=newer) if setting.flash else None
     forward.fused_head = None
     if setting.fused_head:
         choice = forward.choose_head(engine.device, torch.bfloat16)

@@ -29,6 +29,7 @@ from torch.nn import attention as torch_attention
 
 import burnish.models.flash_reference as reference
 from burnish.models.attention import packed_attention, plan_segments
+from burnish.models.attention_kernel import try_newer
 from burnish.models.cache_attention import Options
 from burnish.models.flash import (
     FlashSwitch,
@@ -38,7 +39,16 @@ from burnish.models.flash import (
     schema_problem,
 )
 from burnish.models.flash_merge import fused_merge
+from burnish.models.flash_versions import (
+    TITLES,
+    Newer,
+    activation_problem,
+    newer_for,
+    registered,
+    select,
+)
 from burnish.models.gpu import set_up_gpu
+from burnish.models.sdpa import kernels_of
 from burnish.models.segments import Segment
 from burnish.train.row_layout import RowSize, place_rows, segments_of
 
@@ -60,7 +70,7 @@ def kernels(setup: Setup, report: Report) -> None:
         about=about(setup, torch),
         schema=str(torch.ops.aten._flash_attention_forward.default._schema),
         schema_backward=str(torch.ops.aten._flash_attention_backward.default._schema),
-        active=active_implementation(),
+        active=registered() or "torch's own",
         merge=merge_of(torch.device(setup.device)),
     )
     problem = schema_problem()
@@ -82,55 +92,35 @@ def operators(setup: Setup) -> AbstractContextManager[None]:
     return nullcontext() if has_kernel(setup.device) else reference.on_cpu()
 
 
-def active_implementation() -> str:
-    """Return the implementation of FlashAttention that was activated in place of torch's own."""
-    current = vars(torch_attention).get("current_flash_attention_impl", lambda: None)()
-    return str(current or "torch's own")
-
-
-NEWER_FLASH = {9: "FA3", 10: "FA4"}
-"""Major compute capability -> newer FlashAttention that torch can activate, if it is installed."""
-
-
-def activated(device: str) -> tuple[str, str]:
-    """Activate the newest FlashAttention for ``device``. Return its name and why it is not active
-    (empty if it is)."""
-    if device == "cpu":
-        return "FA3 or FA4", "on a CPU"
-    major, _ = torch.cuda.get_device_capability()
-    name = NEWER_FLASH.get(major)
+def newer_problem(setup: Setup) -> tuple[str, Newer | None]:
+    """Return why torch's own FlashAttention stays, and None; or an empty text, and the name of the
+    installed one, which takes its place."""
+    if setup.tiny:
+        return "FlashAttention 3 or 4 is not active: on a CPU", None
+    name = newer_for(kernels_of(torch.device(setup.device)))
     if name is None:
-        return "FA3 or FA4", f"none for compute capability {major}"
-    activate = vars(torch_attention).get("activate_flash_attention_impl")
-    if activate is None:
-        return name, f"torch {torch.__version__} cannot activate it"
-    try:
-        activate(name)
-    except ImportError as error:
-        return name, f"not installed ({error})"
-    except Exception as error:  # of the package or of its registration
-        return name, f"{type(error).__name__}: {error}"
-    return name, "" if active_implementation() == name else "torch did not activate it"
+        return "there is no FlashAttention 3 or 4 for this card", None
+    problem = activation_problem(name)
+    problem = problem or try_newer(name, torch.device(setup.device), "bf16", DIM, 2, window=True)
+    select(None)
+    return (f"{TITLES[name]} is not active: {problem}", None) if problem else ("", name)
 
 
 def _newer_flash(setup: Setup, report: Report) -> list[str]:
-    """Check and time FlashAttention 3 or 4 if it is installed, and restore torch's own. Return a
-    line."""
-    name, problem = activated(setup.device)
-    report.add(newer_flash=f"{name} is not active: {problem}" if problem else f"{name} is active")
-    if problem:
-        return [f"{name} is not active: {problem}"]
+    """Check and time FlashAttention 3 or 4 if it is installed. Return its lines."""
+    problem, name = newer_problem(setup)
+    report.add(newer_flash=problem or f"{name} is active")
+    if name is None:
+        return [problem]
     worst, lines = 0.0, []
-    try:
-        for case, groups, window in merges(tiny=setup.tiny):
-            with report.case(f"{name}: {case}"):
-                worst = max(worst, *check_merge(setup, groups, window).values())
-        for case, groups in micro_batches(tiny=setup.tiny):
-            with report.case(f"{name}: {case}"):
-                both = _time(setup, report, (case, groups), name)
-                lines.append(f"{name} {both:.2f} ms")
-    finally:
-        vars(torch_attention)["restore_flash_attention_impl"]()
+    for case, groups, window in merges(tiny=setup.tiny):
+        with report.case(f"{name}: {case}"):
+            worst = max(worst, *check_merge(setup, groups, window, newer=name).values())
+    for case, groups in micro_batches(tiny=setup.tiny):
+        with report.case(f"{name}: {case}"):
+            both = _time(setup, report, (case, groups), name)
+            lines.append(f"{name} {both:.2f} ms")
+    select(None)
     if worst > MOST_ERROR:
         report.problem(f"{name}: error {worst:.2g} of shared prefixes")
     return [f"{name} active, largest error {worst:.1e}", *lines]
@@ -234,12 +224,15 @@ def merges(*, tiny: bool) -> list[tuple[str, tuple[Group, ...], int | None]]:
     ]
 
 
-def check_merge(setup: Setup, groups: Sequence[Group], window: int | None) -> dict[str, float]:
+def check_merge(
+    setup: Setup, groups: Sequence[Group], window: int | None, *, newer: Newer | None = None
+) -> dict[str, float]:
     """Return the error of attention with shared prefixes, against dense attention in fp64."""
     segments = segments_for(groups)
     total = segments[-1].q_end
     *qkv, grad = randoms(setup, (total, total), HEADS, DIM)
-    plan = flash_plan(segments, torch.device(setup.device), FlashSwitch(may_fall_back=False))
+    switch = FlashSwitch(may_fall_back=False, newer=newer)
+    plan = flash_plan(segments, torch.device(setup.device), switch)
     ours = with_gradients(
         lambda x: flash_attention(plan, x, scale=DIM**-0.5, window=window), qkv, grad
     )
@@ -352,7 +345,12 @@ def fixed(deterministic: bool) -> Iterator[None]:
 
 
 def layer(
-    setup: Setup, groups: Sequence[Group], *, flash: bool, backward: bool = True
+    setup: Setup,
+    groups: Sequence[Group],
+    *,
+    flash: bool,
+    backward: bool = True,
+    newer: Newer | None = None,
 ) -> Callable[[], list[Tensor]]:
     """Return the attention of one layer as a function: output, and gradients if ``backward``."""
     segments = segments_for(groups)
@@ -361,7 +359,7 @@ def layer(
     positions = torch.cat(
         [torch.arange(s.prefix_len, s.k_len, device=setup.device) for s in segments]
     )
-    switch = FlashSwitch(may_fall_back=False) if flash else None
+    switch = FlashSwitch(may_fall_back=False, newer=newer) if flash else None
     plan = plan_segments(segments, positions, flash=switch)
     options = Options(layer=0, scale=DIM**-0.5, window=None, dropout=0.0, softcap=None)
     leaves = tuple(x.requires_grad_(backward) for x in qkv)
@@ -462,7 +460,8 @@ def _time(setup: Setup, report: Report, rows: tuple[str, Sequence[Group]], kerne
     name, groups = rows
     make = partial(cudnn_rows if kernel == CUDNN else layer, setup, groups)
     if kernel != CUDNN:
-        make = partial(make, flash=kernel != "sdpa")
+        newer = kernel if kernel in TITLES else None
+        make = partial(make, flash=kernel != "sdpa", newer=newer)
     with fixed("deterministic" in kernel):
         forward, _ = milliseconds(setup, make(backward=False))
         both, peak = milliseconds(setup, make(backward=True))

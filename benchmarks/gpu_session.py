@@ -84,7 +84,7 @@ COMPARE = Step(
     "compare",
     "gpu_compare:compare",
     170,
-    "0.6B: tokens/s of base, + attention, + head, + compile, in one process",
+    "0.6B: tokens/s of base, + attention, + head, + compile; of deterministic kernels",
 )
 STEPS = (
     Step("imports", "gpu_checks:imports", 90, "versions; import of every module of Burnish"),

@@ -491,6 +491,12 @@ def attention_rules(roles: Sequence[Role], train: TrainConfig) -> Iterator[str]:
         implementation = role.model.attn_implementation
         if implementation == "auto":
             continue
+        if train.deterministic and implementation == "flash_attention_2":
+            yield (
+                f"train.deterministic=true with attn_implementation={implementation} of the "
+                f"{role.name}, whose kernel does not follow it; use attn_implementation=auto, or "
+                "train.deterministic=false"
+            )
         key = f"attn_implementation={implementation} of the {role.name}"
         if implementation == "flash_attention_2" and role.precision.dtype == "fp32":
             yield (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from burnish.config.algorithm import AlgorithmConfig, GspoLoss
 from burnish.config.cluster import ClusterConfig
-from burnish.config.roles import Role, RolloutRole, colocated, with_workers
+from burnish.config.roles import Role, RolloutRole, TrainRole, colocated, with_workers
 from burnish.config.rollout import EvalConfig, RolloutConfig
 from burnish.config.sync import DiskSync, SyncConfig
 
@@ -198,6 +198,12 @@ def asynchronous_rules(
     if asynchronous is None or not asynchronous.overlaps:
         return
     bound = f"rollout.asynchronous.max_staleness={asynchronous.max_staleness}"
+    if any(isinstance(r, TrainRole) and r.train.deterministic for r in roles):
+        yield (
+            f"train.deterministic=true with {bound}: which weights sample a token depends on the "
+            "time, so runs differ in any case; remove rollout.asynchronous, or use "
+            "train.deterministic=false"
+        )
     if cluster.runtime == "inline" and role.shares_weights:
         yield (
             f"{bound} samples while the policy is trained, but with cluster.runtime=inline the "

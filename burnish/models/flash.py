@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from torch.autograd.function import once_differentiable
 from burnish.errors import BurnishError
 from burnish.models.cache_attention import Options
 from burnish.models.flash_merge import merge
+from burnish.models.flash_versions import TITLES, Newer, select
 from burnish.models.kept_results import keep
 from burnish.models.sdpa import fits_flash
 from burnish.models.segments import Segment
@@ -50,6 +51,7 @@ from burnish.tensors import upload
 log = logging.getLogger("burnish")
 
 QKV = tuple[Tensor, Tensor, Tensor]
+T = TypeVar("T")
 
 
 class FlashError(BurnishError, RuntimeError):
@@ -166,10 +168,38 @@ class FlashSwitch:
     may_fall_back: bool
     """True if another attention may be used when the operators raise (``train.attention:
     auto``)."""
+    newer: Newer | None = None
+    """Implementation whose kernels the operators have (``flash_versions.py``). None: torch's own,
+    which also replace one that raised."""
     on: bool = True
     """False after the operators raised: later passes do not use them."""
     declined: set[int] = field(default_factory=set)
     """Layers with calls that the operators do not compute."""
+    fallbacks: int = 0
+    """Number of times that kernels raised and others took their place."""
+
+    def run(self, compute: Callable[[], T], qkv: QKV) -> T:
+        """Return the result of calls of the operators with this model's kernels, or with torch's
+        own after those of :attr:`newer` raised."""
+        select(self.newer)
+        if self.newer is None:
+            return compute()
+        try:
+            return compute()
+        except Exception as error:  # whatever the package raises
+            if not self.may_fall_back or is_out_of_memory(error):
+                raise
+            log.warning(
+                "%s raised an error, so this model uses torch's own FlashAttention from now on. "
+                "The call: %s. The error: %s: %s",
+                TITLES[self.newer],
+                _shapes(qkv),
+                type(error).__name__,
+                error,
+            )
+        self.newer, self.fallbacks = None, self.fallbacks + 1
+        select(None)
+        return compute()
 
     def failed(self, error: RuntimeError, layer: int, qkv: QKV) -> None:
         """Switch off after the operators raised ``error`` in a layer, with one warning, or raise it
@@ -178,7 +208,7 @@ class FlashSwitch:
             raise error
         if not self.on:
             return
-        self.on = False
+        self.on, self.fallbacks = False, self.fallbacks + 1
         log.warning(
             "FlashAttention raised an error in layer %d, so this model uses torch's "
             "scaled-dot-product attention from now on. The call: %s. The error: %s",
@@ -243,13 +273,14 @@ class FlashPlan:
         return self._calls[window]
 
     def takes(self, qkv: QKV, options: Options) -> bool:
-        """Return whether the operators compute this call."""
-        if options.layer in self._failed:
-            return False
+        """Return whether the operators compute this call. If not, torch's own kernels do."""
         problem = call_problem(qkv, options)
         if problem is not None:
             self.switch.decline(problem, options.layer, qkv)
-        return problem is None
+        takes = problem is None and options.layer not in self._failed
+        if not takes:
+            select(None)
+        return takes
 
     def failed(self, error: RuntimeError, qkv: QKV, options: Options) -> None:
         """Leave a layer to torch's attention after the operators raised ``error``, or raise it
@@ -364,7 +395,7 @@ def size_problem(dim: int, value_dim: int) -> str | None:
 def flash_attention(plan: FlashPlan, qkv: QKV, *, scale: float, window: int | None) -> Tensor:
     """Return the attention [M, heads, dim] of packed query [M, heads, dim], key and value
     [M, kv_heads, dim]. Differentiable once."""
-    out: Tensor = _FlashAttention.apply(*qkv, plan.calls(window), scale)
+    out: Tensor = _FlashAttention.apply(*qkv, plan.calls(window), scale, plan.switch)
     return out
 
 
@@ -373,10 +404,17 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: Calls,
+        scale: float,
+        switch: FlashSwitch,
     ) -> Tensor:
-        ctx.calls, ctx.scale = calls, scale
-        out, lse = keep(lambda: _forward(calls, (query, key, value), scale))
+        ctx.calls, ctx.scale, ctx.switch = calls, scale, switch
+        qkv = (query, key, value)
+        out, lse = keep(lambda: switch.run(lambda: _forward(calls, qkv, scale), qkv))
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -384,8 +422,9 @@ class _FlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
+        qkv, merged = (query, key, value), (out, lse)
         try:
-            grads = _backward(ctx.calls, grad, (query, key, value), (out, lse), ctx.scale)
+            grads = ctx.switch.run(lambda: _backward(ctx.calls, grad, qkv, merged, ctx.scale), qkv)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 error.add_note(
@@ -393,7 +432,7 @@ class _FlashAttention(torch.autograd.Function):
                     "can take its place; use train.attention=sdpa"
                 )
             raise
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _forward(calls: Calls, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:

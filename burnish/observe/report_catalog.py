@@ -76,6 +76,7 @@ CHARTS = (
     Chart(UPDATE, "Loss scale", "log scale", ("*/loss_scale",), log=True),
     Chart(UPDATE, "Skipped steps", "per step", ("*/skipped_steps", "*/overflows")),
     Chart(UPDATE, "Skipped steps, total", "since the start", ("*/skipped_total",)),
+    Chart(UPDATE, "Kernels replaced after an error", "since the start", ("*/kernel_fallbacks",)),
     Chart(UPDATE, "Groups or pairs without signal", "fraction", ("train/no_signal_frac",)),
     Chart(UPDATE, "Loss spikes", "1: far above earlier steps", ("*/loss_spike",)),
     Chart(UPDATE, "Trainer vs. sampler", "nats per token, mean", ("*/mismatch_abs",)),

@@ -30,6 +30,7 @@ from burnish.config.train import Checkpointing, TrainConfig
 from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.attention import PackedPlan, plan_segments
+from burnish.models.attention_kernel import AttentionRate
 from burnish.models.auto_class import language_model_class
 from burnish.models.checkpointing import enable_checkpointing
 from burnish.models.flash import FlashSwitch
@@ -75,6 +76,8 @@ class Pass:
     """Attention kernels of the GPU. None: the pass runs on a CPU."""
     flash: bool = False
     """True if attention is computed by FlashAttention, without masks and repeated keys."""
+    attention_rate: AttentionRate = "attention"
+    """Rate of attention without masks."""
     fused_chunk_tokens: int | None = None
     """Tokens per chunk of log-probs by the Triton kernels of ``models/fused_head.py``. None: by
     PyTorch's operations, in chunks of ``chunk_tokens``."""

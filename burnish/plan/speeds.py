@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from burnish.models.attention_kernel import AttentionRate
 from burnish.plan.hardware import Hardware
 from burnish.plan.work import AttentionWork, Work
 
@@ -69,10 +70,16 @@ class Speeds:
         return seconds + floor + self.launch_s(launched)
 
     def kernel_seconds(
-        self, work: Work, attention: AttentionWork, *, half: bool
+        self,
+        work: Work,
+        attention: AttentionWork,
+        *,
+        half: bool,
+        rate: AttentionRate = "attention",
     ) -> dict[str, float]:
-        """Return the seconds of kernels on one device by what limits them."""
-        attention_s = attention.exact / self.flops_per_s(half, "attention")
+        """Return the seconds of kernels on one device by what limits them. ``rate``: of attention
+        without masks."""
+        attention_s = attention.exact / self.flops_per_s(half, rate)
         attention_s += attention.masked / self.flops_per_s(half, "masked_attention")
         return {
             "matrices": work.matmul_flops / self.flops_per_s(half),

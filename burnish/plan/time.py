@@ -274,7 +274,9 @@ class _Clock:
         # Selective checkpointing keeps what attention computes.
         runs = 3.5 + (work.checkpointing is True) if work.train else 1.0
         factor = runs * samples / len(rows) / parallel
-        kernels = self.speeds.kernel_seconds(body + head, attention * factor, half=setup.half)
+        kernels = self.speeds.kernel_seconds(
+            body + head, attention * factor, half=setup.half, rate=work.attention_rate
+        )
         if role.tensor_parallel > 1:  # two sums over the ranks per layer and pass, not overlapped
             sums = (4 + 2 * bool(work.checkpointing) if work.train else 2) * len(setup.shape.layers)
             summed = sums * samples * computed * setup.shape.hidden_size * setup.weight_size

@@ -230,7 +230,9 @@ def passes_of(
         context.hardware.kernels,
         layout=train.layout,
         dropout=role.trainable and role.dropout,
+        deterministic=train.deterministic,
     )
+    choice = choose_kernel(train.attention, setup.shape.config, use)
     base = Pass(
         rows=rows,
         layout=train.layout,
@@ -242,7 +244,8 @@ def passes_of(
         states="states" in role.passes,
         kept_ids=role.kept_ids if role.head == "lm" else 0,
         kernels=context.hardware.kernels,
-        flash=choose_kernel(train.attention, setup.shape.config, use).kernel == "flash",
+        flash=choice.kernel == "flash",
+        attention_rate=choice.rate,
         fused_chunk_tokens=_fused_chunk_tokens(context, setup, role),
     )
     passes: dict[str, Pass] = {}

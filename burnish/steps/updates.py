@@ -66,8 +66,8 @@ class Updates:
 
 def step_metrics(steps: Sequence[StepStats]) -> Metrics:
     """Return the metrics of the optimizer steps of one role. They are the mean norm of the steps
-    taken (of all, if none was), the counts of skipped steps, overflows and out-of-memory retries,
-    and the last learning rate and loss scale."""
+    taken (of all, if none was), the counts of skipped steps, overflows, out-of-memory retries and
+    replaced kernels, and the last learning rate and loss scale."""
     taken = [s for s in steps if not s.skipped] or steps
     out = {
         "grad_norm": sum(s.grad_norm for s in taken) / len(taken),
@@ -80,4 +80,6 @@ def step_metrics(steps: Sequence[StepStats]) -> Metrics:
         out["overflows"] = float(sum(s.overflow for s in steps))
     if steps[-1].oom_retries is not None:
         out["oom_retries"] = float(sum(s.oom_retries or 0 for s in steps))
+    if steps[-1].kernel_fallbacks:
+        out["kernel_fallbacks"] = float(steps[-1].kernel_fallbacks)
     return out

@@ -80,6 +80,9 @@ class StepStats:
     oom_retries: int | None = None
     """Number of restarts of the update because a pass ran out of memory, over all ranks. None:
     running out of memory ends the run (``train.on_oom=fail``)"""
+    kernel_fallbacks: int = 0
+    """Number of times so far that kernels of attention or log-probs raised and others took their
+    place, over all ranks"""
 
 
 class NonFiniteError(BurnishError, ArithmeticError):

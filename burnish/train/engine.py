@@ -54,8 +54,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,10 @@ from burnish.models.buffers import (
 )
 from burnish.models.checkpointing import enable_checkpointing
 from burnish.models.compiled_layers import CompiledLayers
+from burnish.models.deterministic import deterministic_kernels
 from burnish.models.dropout import start_training
 from burnish.models.flash import FlashSwitch
+from burnish.models.flash_versions import select
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.islands import fp32_names
 from burnish.models.load import DTYPES
@@ -105,6 +108,23 @@ Describe = Callable[[Path], None]
 
 MIX_BYTES = 64 << 20
 """Size in fp32 of the part of a parameter that :meth:`BaseTrainEngine.mix` computes at a time."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_kernels(
+    method: Callable[Concatenate[BaseTrainEngine, P], R],
+) -> Callable[Concatenate[BaseTrainEngine, P], R]:
+    """Run a method of an engine with its model's kernels (:meth:`BaseTrainEngine._kernels`)."""
+
+    @wraps(method)
+    def run(engine: BaseTrainEngine, *args: P.args, **kwargs: P.kwargs) -> R:
+        with engine._kernels():
+            return method(engine, *args, **kwargs)
+
+    return run
 
 
 class BaseTrainEngine(ABC):
@@ -164,7 +184,8 @@ class BaseTrainEngine(ABC):
             self.forward.add_noise(spec.neftune_noise_alpha)
         model.eval()
         use_fp32_products(model, DTYPES[spec.role.precision.dtype])
-        self._check_model()
+        with self._kernels():
+            self._check_model()
         self._host = HostMemory(self.device, frozen=not spec.role.trainable)
         if spec.role.offload:
             self.offload()
@@ -174,9 +195,19 @@ class BaseTrainEngine(ABC):
         forward = self.forward
         choice = self.spec.choose_attention(self.body.config, self.device, forward.layout)
         if choice.kernel == "flash":
-            forward.flash = FlashSwitch(self.spec.role.train.attention == "auto")
+            auto = self.spec.role.train.attention == "auto"
+            forward.flash = FlashSwitch(auto, newer=choice.newer)
         log.info("%s: attention by %s", self.role, choice.sentence)
         return choice
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """Return a context manager for passes, after which the process has the kernels it had."""
+        try:
+            with deterministic_kernels(self.spec.role.train.deterministic):
+                yield
+        finally:
+            select(None)
 
     def _choose_head(self) -> None:
         """Choose the computation of a language model's log-probs."""
@@ -316,6 +347,7 @@ class BaseTrainEngine(ABC):
         assert not self.scalar, f"a {self.role} computes values and has no vocabulary"
         return self._no_grad_pass(batch, "states")
 
+    @_with_kernels
     @torch.no_grad()
     def measure(self, batch: Batch | Share, loss: Loss) -> Stats:
         self.reload()
@@ -325,6 +357,7 @@ class BaseTrainEngine(ABC):
         self._end_passes()
         return self.data_parallel.sum_stats(stats)
 
+    @_with_kernels
     def forward_backward(self, batch: Batch | Share, loss: Loss) -> Stats:
         """Add the gradient of ``loss`` over ``batch``; return the statistics over all ranks."""
         assert self.optimizer is not None, f"the {self.role} engine is frozen"
@@ -400,6 +433,7 @@ class BaseTrainEngine(ABC):
         """Return a micro-batch on the device; a dummy row if ``rows`` is empty."""
         return (batch.select(rows) if rows else no_rows(batch)).to(self.device)
 
+    @_with_kernels
     @torch.no_grad()
     def _no_grad_pass(self, whole: Batch | Share, name: str) -> Tensor:
         self.reload()
@@ -436,6 +470,7 @@ class BaseTrainEngine(ABC):
 
     # ---- stepping --------------------------------------------------------------------------
 
+    @_with_kernels
     def optim_step(self) -> StepStats:
         """Unscale, check, clip, step, and schedule. If the loss or the gradient is not finite, no
         weight changes and ``skipped`` is set.
@@ -446,7 +481,9 @@ class BaseTrainEngine(ABC):
         self.reload()
         optimizer = self._trained()
         finite_loss = not self._losses or bool(torch.stack(self._losses).isfinite().all())
-        finite_loss = not self.ranks.any(not finite_loss)
+        fallbacks = self.forward.kernel_fallbacks
+        not_finite, fell_back = self.ranks.any_across([not finite_loss, fallbacks > 0])
+        finite_loss = not not_finite
         stats = optimizer.step(self.version, finite_loss=finite_loss, ranks=self.ranks)
         if stats.skipped:
             self.skipped_total += 1
@@ -456,7 +493,13 @@ class BaseTrainEngine(ABC):
             self.version += 1
             self.consecutive_skips, self._bad_tensor_text = 0, None
         retries = None if self.smaller is None else sum(self.ranks.gather(self.smaller.taken()))
-        stats = replace(stats, skipped_total=self.skipped_total, oom_retries=retries)
+        fallbacks = sum(self.ranks.gather(fallbacks)) if fell_back else 0
+        stats = replace(
+            stats,
+            skipped_total=self.skipped_total,
+            oom_retries=retries,
+            kernel_fallbacks=fallbacks,
+        )
         try:
             self._raise_if_diverged(stats)
         finally:

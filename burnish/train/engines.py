@@ -14,6 +14,7 @@ from burnish.config.model import Dtype
 from burnish.distributed.process_group import SINGLE, RankGroup
 from burnish.models.checkpointing import check_selective
 from burnish.models.compiled_layers import check_compile
+from burnish.models.deterministic import check_deterministic
 from burnish.models.end_tokens import add_end_tokens
 from burnish.models.load import hf_config, load_causal_lm
 from burnish.models.lora import adapted_ends
@@ -55,6 +56,8 @@ def load_engine(
     if role.train.compile == "layers":
         config = random or hf_config(role.model)
         check_compile(config, device)
+    if role.train.deterministic:
+        check_deterministic(random or hf_config(role.model), device)
     if role.trainable and role.train.gradient_checkpointing == "selective":
         check_selective(random or hf_config(role.model))
     # Trained weights become the unrounded masters.

@@ -104,6 +104,12 @@ class Forward:
             self.fused_head = FusedHead(choice.kernels, tokens)
         return choice
 
+    @property
+    def kernel_fallbacks(self) -> int:
+        """Number of times that kernels raised and others took their place."""
+        head = self.fused_head is not None and not self.fused_head.on
+        return head + (0 if self.flash is None else self.flash.fallbacks)
+
     def _announce(self, batch: Batch, arranged: Arranged) -> None:
         """Tell the noise which rows the next pass has."""
         if self.noise is not None:
@@ -127,9 +133,8 @@ class Forward:
 
     def states(self, batch: Batch) -> Tensor:
         """Return the [M, H] hidden states from which action tokens are predicted."""
-        return self._compute(
-            batch, arrange(batch, self.layout, flash=self.flash), with_entropy=None
-        )[0]
+        arranged = arrange(batch, self.layout, flash=self.flash)
+        return self._compute(batch, arranged, with_entropy=None)[0]
 
     def no_states(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         """Return [M, H] zeros on the CPU, as a buffer for hidden states."""

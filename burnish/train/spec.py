@@ -65,6 +65,7 @@ class EngineSpec:
             kernels_of(device),
             layout=layout,
             dropout=self.role.trainable and self.role.dropout,
+            deterministic=self.role.train.deterministic,
             device=device,
         )
         return choose_kernel(self.role.train.attention, config, use)

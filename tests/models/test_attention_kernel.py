@@ -3,14 +3,17 @@ operators raise."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+import burnish
 import burnish.models.attention_kernel as attention_kernel
 import burnish.models.flash as flash
 from burnish.config import ConfigError, load_config
@@ -22,6 +25,8 @@ from burnish.models.flash_reference import on_cpu
 from burnish.models.load import choose_attention, load_causal_lm
 from burnish.models.paths import ModelError
 from burnish.models.sdpa import Kernels
+from burnish.observe.metrics import read_metrics
+from burnish.observe.report import read_warnings
 from burnish.steps.objectives import sft_objective
 from burnish.train.engines import load_engine
 from burnish.train.spec import EngineSpec
@@ -268,6 +273,27 @@ def test_auto_falls_back_once_with_a_warning(
     assert len(calls) == 2  # both layers of the first pass
     warnings = [r.getMessage() for r in caplog.records if "FlashAttention" in r.getMessage()]
     assert len(warnings) == 1 and "no kernel image" in warnings[0]
+    assert ours.forward.kernel_fallbacks == 1
+
+
+def test_a_run_counts_kernels_that_were_replaced(
+    operators: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "response": "2"}) for i in range(4)))
+    tree = {
+        "job": "sft",
+        "model": {"scratch": {"alphabet": "0123456789+= ", "hidden_size": 64}},
+        "data": {"sources": [str(rows)], "max_len": 32},
+        "train": {"train_batch_size": 2, "micro_train_batch_size": 2},
+        "max_steps": 2,
+        "run_dir": str(tmp_path / "run"),
+    }
+    raising(monkeypatch, RuntimeError("no kernel image"))
+    run_dir = burnish.run(load_config(tree)).run_dir
+    assert [line["train/kernel_fallbacks"] for line in read_metrics(run_dir)] == [1, 1]
+    counted = [n for text, n in read_warnings(run_dir) if "no kernel image" in text]
+    assert counted == [1, 1]  # of the plan's trace, and of the run
 
 
 def test_a_layer_that_falls_back_leaves_the_recomputed_ones_as_they_were(

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from burnish.config.model import ModelConfig
 from burnish.data.batches import load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
-from burnish.rewards.base import RewardError, RewardInput
+from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.model.config import ModelReward
-from burnish.rewards.model.reward import load_model_reward, step_ends
+from burnish.rewards.model.reward import ModelScorer, load_model_reward, step_ends
 from burnish.rewards.model.rows import RowEncoder, SampledRows, encode_text, reward_encoder
 from burnish.serve.base import ServeOptions
 from burnish.serve.scorer import TextScorer
@@ -168,6 +168,44 @@ def test_a_turn_without_a_chat_template_is_read_as_a_single_response_or_as_plain
         plain = encode_text(own, start, "b", ended=True)
         expected = plain if start == "what" else encode(item)
         assert encode(replace(item, sample=sample)) == expected
+
+
+REJECTS = (
+    "{% for m in messages %}{% if 'STOP' in m.content %}{{ raise_exception('no ' + m.content) }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_an_answer_that_the_template_rejects_follows_the_prompt(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A policy may write any text, and one response must not end a run. A conversation that is
+    rejected before its answer is a failure of that sample, by the failure policy."""
+    own.chat_template = REJECTS
+    encode = RowEncoder(own, "rm")
+    encode.check()
+    question = [{"role": "user", "content": "a?"}]
+    head, response = encode(_item(make_group, question, "STOP b"))
+    plain = encode_text(own, "[user]a?</s>[assistant]", "STOP b", ended=True)
+    assert (head, response) == (plain[0][1:], plain[1])  # the template writes no begin token
+    encode(_item(make_group, question, "b STOP"))
+    assert len(caplog.records) == 1 and "no STOP b" in caplog.records[0].getMessage()
+    scorer = ModelScorer("rm", None, encode)  # type: ignore[arg-type]
+    items = [_item(make_group, [{"role": "user", "content": "STOP"}], "b")]
+    items += [_item(make_group, question, "b")]
+    failed, score = scorer.score_pairs(items, lambda pairs: [2.0] * len(pairs))
+    assert isinstance(failed, SampleError) and "no STOP" in str(failed) and score == 2.0
+
+
+def test_a_template_that_writes_no_answer_is_found_when_the_reward_is_built(
+    own: PreTrainedTokenizerFast,
+) -> None:
+    own.chat_template = (
+        "{% for m in messages if m.role == 'user' %}[user]{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(RewardError, match="its chat template cannot write an answer"):
+        reward_encoder(own, own, "rm")
 
 
 def test_a_server_encodes_a_query_as_its_model_was_trained(

@@ -18,6 +18,7 @@ from burnish.config.model import Dtype, ModelConfig, PrecisionConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.data.decoding import Decode, response_decoder
+from burnish.data.sources import DataError
 from burnish.data.steps.encode import separator_problem
 from burnish.models.load import (
     ModelError,
@@ -65,12 +66,18 @@ class ModelScorer:
     def score_pairs(
         self, items: Sequence[RewardInput], scores_of: Callable[[Sequence[Pair]], list[float]]
     ) -> list[float | SampleError]:
-        """Return the normalized ``scores_of`` the encoded items, and an error for each row longer
-        than the limit."""
+        """Return the normalized ``scores_of`` the encoded items, and an error for each conversation
+        that cannot be rendered, and for each row longer than the limit."""
         fitting: list[Pair] = []
         errors: list[SampleError | None] = []
         for item in items:
-            pair = self.encode(item)
+            try:
+                pair = self.encode(item)
+            except DataError as error:
+                advice = "see above, for the reward's model"
+                problem = f"cannot render the conversation: {error}"
+                errors.append(SampleError(self, item, problem, advice=advice))
+                continue
             count = sum(map(len, pair))
             if self.max_len is None or count <= self.max_len:
                 fitting.append(pair)

@@ -89,6 +89,7 @@ def _answer_of(item: RewardInput, text_of: TextOf | None = None) -> _Answer:
 
 _TEXT = "Ab c, 12 + \u00e9\n  xyzzy"
 _ANSWER = "qzanswerzq"
+_QUESTION = {"role": "user", "content": "Go."}
 _MARKER = re.compile(r"<[^<>'\"\s{}%]+>|\[/?[A-Z_]+\]")
 _MOST_FORMS = 1024  # cached forms of answers per reward
 _WRITTEN_BY_THE_POLICY: frozenset[Field] = frozenset({"content", "tool calls"})
@@ -102,7 +103,8 @@ def reward_encoder(
     *,
     step_separator: str | None = None,
 ) -> Encode:
-    """Return the encoder of a reward model for the responses of a policy. ``name``: as in
+    """Return the encoder of a reward model for the responses of a policy. Raises RewardError if the
+    reward model's template cannot write an answer. ``name``: as in
     :class:`RowEncoder`. ``step_separator``: that of a process reward model; responses keep it if it
     is a special token of the policy."""
     text_of = None
@@ -110,6 +112,7 @@ def reward_encoder(
         text_of = partial(response_text, policy_tokenizer, shown=step_separator)
     continues = step_separator is not None
     rows = RowEncoder(reward_tokenizer, name, continues=continues, text_of=text_of)
+    rows.check()
     return SampledRows(rows) if same_tokens(reward_tokenizer, policy_tokenizer) else rows
 
 
@@ -269,15 +272,28 @@ class RowEncoder:
         ``text_of``: text of a response from the policy's tokens. None: that of the sample."""
         self.tokenizer, self.name, self.continues = tokenizer, name, continues
         self.text_of = text_of
-        self._warned = False
+        self._warned = self._warned_of_answers = False
+
+    def check(self) -> None:
+        """Raise RewardError if the chat template cannot write a plain answer to a question."""
+        if self.tokenizer.chat_template is None or self.continues:
+            return
+        try:
+            self._encoded([_QUESTION, {"role": "assistant", "content": _ANSWER}], ended=True)
+        except DataError as error:
+            raise RewardError(
+                f"reward {self.name!r}: its chat template cannot write an answer to a question, "
+                "so no conversation can be scored as the model was trained. Set its "
+                f"model.chat_template to the template that it was trained with. {error}"
+            ) from error
 
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids). Raises RewardError if an episode needs the template
-        that the tokenizer does not have."""
+        that the tokenizer does not have, and DataError if its messages cannot be rendered."""
         return self.encoded(_answer_of(item, self.text_of))
 
     def encoded(self, answer: _Answer) -> Pair:
-        """Return (prompt ids, response ids) of a response. Raises RewardError as ``__call__``."""
+        """Return (prompt ids, response ids) of a response. Raises as ``__call__``."""
         text, ended = answer.text, answer.ended
         if answer.messages is not None:
             if self.tokenizer.chat_template is not None:
@@ -312,21 +328,29 @@ class RowEncoder:
         """Return (ids of a prompt of messages, ids of the response ``text``). ``message``: the same
         response as a message. None: its content is the text.
 
-        A text with tags of reasoning that no row can have, because the prompt closes reasoning,
-        follows the generation prompt as it is. Other such answers raise DataError."""
+        An answer that no row can have follows the generation prompt as it is: a policy may write
+        any text. Reasoning behind a prompt that closes it is one; others are logged once. Raises
+        DataError if the prompt cannot be rendered."""
+        problem: DataError | None = None
+        has_tags = False
         if not self.continues:
             answer = message or {"role": "assistant", "content": text}
             try:
                 return self._encoded([*messages, answer], tools=tools, ended=ended)
-            except DataError:
-                if not any(
-                    tag in text for tags in REASONING_TAGS for tag in (tags.begin, tags.end)
-                ):
-                    raise
+            except DataError as error:
+                problem = error
+            has_tags = any(tag in text for tags in REASONING_TAGS for tag in (tags.begin, tags.end))
         rendered, head = encode_prompt(
             self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
         )
         row = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
+        if problem is not None and not has_tags and not self._warned_of_answers:
+            self._warned_of_answers = True
+            log.warning(
+                "reward %r: no row of its training has such an answer, so its text follows the "
+                "prompt as it is; further answers are not reported. %s",
+                *(self.name, problem),
+            )
         return head, _trained(row)
 
     def _encoded(

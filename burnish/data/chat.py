@@ -74,7 +74,15 @@ def encode_prompt(
             "system_prompt), but the prompt is a plain string, which cannot contain it; set "
             "apply_chat_template: true, or use prompt_template with its text or column"
         )
+    if tools:
+        note("tools_ignored", _TOOLS_OF_TEXT)
     return prompt, _encode_with_prefix(tokenizer, prompt)
+
+
+_TOOLS_OF_TEXT = (
+    "the row has tools (the column tools_key), but its prompt is plain text, so the model does not "
+    "see them; set apply_chat_template: true, or tools_key: null"
+)
 
 
 def check_prompt(messages: Sequence[Message]) -> None:

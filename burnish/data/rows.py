@@ -326,7 +326,9 @@ def encode_exchange(
     if sampled is not None:
         return sampled
     if not as_chat:
-        text, prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=exchange.system)
+        text, prompt_ids = encode_prompt(
+            tokenizer, prompt, system_prompt=exchange.system, tools=exchange.tools
+        )
         note_unused_template(tokenizer, prompt_ids, config)
         encoded = token_row(*encode_completion(tokenizer, prompt_ids, response, prompt=text))
         return _without_end(tokenizer, encoded) if exchange.is_cut else encoded

@@ -16,6 +16,7 @@ from burnish.config.episodes import EpisodesConfig
 from burnish.episodes.loop import EpisodeLimits, EpisodeProgram, EpisodeResult, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
 from burnish.episodes.rows import episode_rows
+from burnish.episodes.tool_calls import tool_functions
 from burnish.errors import BurnishError
 from burnish.json_text import json_types
 from burnish.loop_thread import LoopThread
@@ -136,6 +137,7 @@ class EpisodeRunner(Runner):
             engine, rewards, sampling, num_samples=num_samples, seed=seed, dynamic=dynamic
         )
         self.pool = pool
+        self._warned_of_tools = False
 
     def make_loop(self) -> LoopThread:
         """Return the pool's event loop, which the pool closes."""
@@ -185,8 +187,20 @@ class EpisodeRunner(Runner):
     def stats(self, sampled: Sequence[SampledGroup]) -> Stats:
         """Return statistics of all episodes, and ``episodes/groups_dropped``."""
         records = [record for group in sampled for record in group.episodes]
-        dropped = sum(group.group is None for group in sampled)
-        return episode_stats(records) + Stats(sums={"episodes/groups_dropped": dropped})
+        sums = {"episodes/groups_dropped": sum(group.group is None for group in sampled)}
+        unseen = [tools for group in sampled if (tools := unseen_tools(group))]
+        if unseen:
+            sums["episodes/groups_with_unseen_tools"] = len(unseen)
+            if not self._warned_of_tools:
+                self._warned_of_tools = True
+                log.warning(
+                    "the policy does not see tools of rows (data.tools_key), such as %s, because "
+                    "the tools of an episode are those of episodes.tools, the environment or the "
+                    "agent, which gets the column with its row; offer them there, or set "
+                    "data.tools_key: null (episodes/groups_with_unseen_tools counts such prompts)",
+                    ", ".join(sorted(unseen[0]))[:200],
+                )
+        return episode_stats(records) + Stats(sums=sums)
 
     def no_group_error(
         self, sampled: Sequence[SampledGroup], *, least: int = 2
@@ -228,6 +242,18 @@ class EpisodeRunner(Runner):
             tuple(result.record for result in results),
             next((result.error for result in results if result.error is not None), None),
         )
+
+
+def unseen_tools(sampled: SampledGroup) -> set[str]:
+    """Return the names of the tools of a row that the policy saw in none of its episodes."""
+    seen = {
+        name
+        for record in sampled.episodes
+        for number in range(len(record.turns))
+        for name in tool_functions(record.tools_of(number))
+    }
+    acted = any(record.turns for record in sampled.episodes)
+    return set(tool_functions(sampled.prompt.tools or ())) - seen if acted else set()
 
 
 def no_group_reason(sampled: Sequence[SampledGroup], num_samples: int, *, least: int) -> str:

@@ -16,10 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.forms import open_rows
+from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig
-from burnish.data.prompts.encode import load_prompts
+from burnish.data.prompts.encode import PromptEncoder, load_prompts
 from burnish.data.sources import DataError
+from burnish.data.stream import RowRef
 from burnish.types import Batch
 
 Tok = PreTrainedTokenizerFast
@@ -187,6 +190,18 @@ def test_empty_columns_of_tokens_do_not_replace_the_text(chars: Tok, jsonl: Json
     empty = {"tokens": [], "tokens_mask": [], "tokens_text": ""}
     expected = text_of(chars, rows(chars, jsonl([row])))
     assert text_of(chars, rows(chars, jsonl([row | empty], "empty.jsonl"))) == expected
+
+
+@pytest.mark.parametrize("in_episodes", [False, True])
+def test_tools_of_a_plain_prompt_are_counted(chars: Tok, jsonl: Jsonl, in_episodes: bool) -> None:
+    """In an episode, whose prompts are messages, the runner compares them with what is offered."""
+    config = PromptDataConfig(sources=(jsonl([{"prompt": "q", "tools": [ADD]}]),))
+    (source,) = open_rows(config)
+    encoder = PromptEncoder(config, chars, in_episodes=in_episodes)
+    with collecting() as notices:
+        prompt = encoder.encode(source[0], RowRef("rows", 0, 0))
+    assert ("tools_ignored" in notices) is (not in_episodes)
+    assert (prompt.tools is not None) is in_episodes
 
 
 def test_a_template_that_ignores_tools_is_logged_once_and_counted(

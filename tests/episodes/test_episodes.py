@@ -287,6 +287,21 @@ def test_calls_that_were_not_run_are_text() -> None:
         assert len(sample.rows) == 1, "the second prompt continues the first response"
 
 
+def test_tools_of_rows_that_no_episode_offers_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """An environment may offer the tools of its row (Fixed), or none (Hostile)."""
+    name = TOOLS[0]["function"]["name"]
+    for environment, unseen in (("Hostile", 2), ("Fixed", 0)):
+        engine = ScriptedEngine(lambda request: says("a"), TOKENIZER)
+        given = prompts(2, **FOREVER, tools=[*TOOLS])
+        with pool(options(environment, max_turns=1)) as made:
+            given = [replace(prompt, tools=tuple(TOOLS)) for prompt in given]
+            task_runner = runner(engine, made)
+            _, stats = sampled(task_runner, given)
+            task_runner.stats([])
+        assert stats.sums.get("episodes/groups_with_unseen_tools", 0) == unseen
+    assert [name in r.getMessage() for r in caplog.records if "tools of rows" in r.msg] == [True]
+
+
 def test_too_many_failures_stop_the_run_with_the_cause() -> None:
     config = options("Hostile", options={"rate": 1.0}, step_timeout_s=0.5, max_failed_frac=0.5)
     with pytest.raises(EpisodesFailedError, match=r"(?s)episodes failed .*max_failed_frac=0\.5"):

@@ -92,15 +92,16 @@ class PromptEncoder:
         ``system`` message before it."""
         config = self._config
         tools = tools_column(row, config)
+        is_plain = isinstance(content, str) and not config.apply_chat_template
         text, ids = encode_prompt(
             self._tokenizer,
             content,
             system_prompt=system,
             apply_chat_template=config.apply_chat_template,
-            tools=tools,
+            tools=None if is_plain and self._in_episodes else tools,
         )
         messages = None
-        if isinstance(content, str) and not config.apply_chat_template:
+        if is_plain:
             if not self._in_episodes:
                 note_unused_template(self._tokenizer, ids, config)
         else:
@@ -115,7 +116,7 @@ class PromptEncoder:
             metadata=self._metadata(row),
             source=ref.source,
             messages=messages,
-            tools=None if tools is None or messages is None else tuple(tools),
+            tools=None if tools is None or (is_plain and not self._in_episodes) else tuple(tools),
         )
 
     def length(self, item: Prompt) -> int:

@@ -1,61 +1,49 @@
 """The time of a plan, compared with every speed that was measured on a GPU."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from burnish.config.model import ModelConfig
 from burnish.models.sdpa import Kernels
 from burnish.plan.activations import Pass, key_of, measure
 from burnish.plan.hardware import parse_cluster
 from burnish.plan.rollout_role import bytes_per_token
-from burnish.plan.shapes import shape_of
 from burnish.plan.speeds import Speeds
-from burnish.plan.work import attention_work, pairs, work_by_formula
+from burnish.plan.work import pairs, work_by_formula
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.memory import decode_step
 from burnish.train.row_layout import RowSize
 
-RECORDED = yaml.safe_load((Path(__file__).parent / "recorded_speeds.yaml").read_text("utf-8"))
-SHAPE = shape_of(ModelConfig(path="Qwen/Qwen3-0.6B"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from planned_speeds import (
+    PAGE,
+    RECORDED,
+    SHAPE,
+    kernel_seconds,
+    recorded_pass,
+    written,
+)
+
 WITHIN = 0.2
 """Share by which an estimate may differ: cards of one type differ by some percent."""
 
 
-def recorded_pass(name: str, *, flash: bool) -> Pass:
-    rows = RECORDED["rows"][name]
-    return Pass(
-        rows=tuple(
-            RowSize(prompt + response, prompt, group)
-            for group, (prompt, responses) in enumerate(rows["groups"])
-            for response in responses
-        ),
-        layout=rows["layout"],
-        dtype="bf16",
-        accumulates=True,
-        checkpointing=rows.get("checkpointing", False),
-        with_entropy=rows.get("entropy", False),
-        chunk_tokens=2048,
-        kernels=Kernels((2, 11), (9, 0)),
-        flash=flash,
-    )
-
-
 @pytest.mark.parametrize("case", RECORDED["training"], ids=lambda c: "-".join(map(str, c.values())))
 def test_training_takes_the_planned_time(case: dict[str, Any]) -> None:
-    flash = case["attention"] == "flash"
-    work = recorded_pass(case["rows"], flash=flash)
-    counted = measure(key_of(SHAPE), work).work
-    assert counted is not None
-    attention = attention_work(SHAPE, work.rows, work.layout, flash=flash)
-    attention *= 3.5 + work.checkpointing
-    speeds = Speeds(parse_cluster(case["card"]))
-    kernels = speeds.kernel_seconds(counted.body + counted.head, attention, half=True)
+    work = recorded_pass(case["rows"], flash=case["attention"] == "flash")
+    kernels = kernel_seconds(case["card"], work)
     assert sum(kernels.values()) == pytest.approx(case["seconds"], rel=WITHIN)
+    counted, speeds = measure(key_of(SHAPE), work).work, Speeds(parse_cluster(case["card"]))
+    assert counted is not None
     assert speeds.launch_s((counted.body + counted.head).kernels) < case["seconds"]
+
+
+def test_the_page_has_the_planned_times() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert written(text) == text, "run: python benchmarks/planned_speeds.py --write"
 
 
 @pytest.mark.parametrize("case", RECORDED["decoding"], ids=lambda c: "-".join(map(str, c.values())))

@@ -151,3 +151,8 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
         settings["target_modules"] = tuple(sorted(map(str, settings["target_modules"])))
     settings["modules_to_save"] = tuple(sorted(map(str, settings["modules_to_save"])))
     return settings
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether an adapter folder also contains the tokenizer that it was trained with."""
+    return any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from burnish.config.adapters import adapter_settings
+from burnish.config.adapters import adapter_settings, has_tokenizer
 from burnish.config.base import Node, OlderKeys, PathText, on_off, switched_by
 
 TEMPLATE_INPUTS = frozenset(
@@ -96,7 +96,8 @@ class LoraConfig(Node):
     """Also train the norm of each output's weights (DoRA, arXiv 2402.09353)."""
     path: PathText | None = None
     """Folder of a peft adapter to start from. Its adapter_config.json sets rank, alpha, targets,
-    ``modules_to_save``, ``use_rslora`` and ``use_dora``."""
+    ``modules_to_save``, ``use_rslora`` and ``use_dora``. A tokenizer in the folder, with its chat
+    template and end token, is used instead of the base's."""
     quantization: Nf4Config | None = None
     """Keep the frozen linear weights in 4 bits (QLoRA, arXiv 2305.14314; extra ``quant``): ``nf4``,
     or a mapping. The policy, its reference and the sampler all use the dequantized weights."""
@@ -201,7 +202,8 @@ class ModelConfig(Node):
     scratch: ScratchConfig | None = None
     """Create a small random model instead of loading one."""
     tokenizer_path: PathText | None = None
-    """Folder or hub name of the tokenizer. None: the model's own."""
+    """Folder or hub name of the tokenizer. None: that of the adapter (``lora.path``) if its folder
+    has one, else the model's own."""
     eos_token: str | None = None
     """Token of the vocabulary that ends rows and responses. It becomes a special token, also in
     exports. None: the tokenizer's own."""
@@ -241,6 +243,15 @@ class ModelConfig(Node):
                 update=absolute | {"lora": self.lora.model_copy(update={"path": adapter})}
             )
         return self.model_copy(update=absolute)
+
+    @property
+    def tokenizer_override(self) -> str | None:
+        """Folder or hub name of the tokenizer if it is not the one in the files of the model: of
+        ``tokenizer_path``, else of the adapter that was trained with another."""
+        adapter = None if self.lora is None else self.lora.path
+        if self.tokenizer_path is not None or adapter is None:
+            return self.tokenizer_path
+        return adapter if has_tokenizer(Path(adapter)) else None
 
     @property
     def template_file(self) -> Path | None:

@@ -213,15 +213,16 @@ def _compared_tokenizers(config: TrainingJob, saved: WeightsRecord) -> WeightsRe
         digest = present_tokenizer_digest(model)
         if digest is None:
             continue
-        files = (model.tokenizer_path or model.path, model.template_file)
-        entry = {"model": ", ".join(str(file) for file in files if file), "digest": digest}
+        named = (model.tokenizer_path or model.path, model.template_file)
+        entry = {"model": ", ".join(str(file) for file in named if file), "digest": digest}
+        tokenizer = model.tokenizer_path or _source(model)
         then, now[name] = saved.get(name, {}), entry
         if then.get("model") == entry["model"] and weights_changed(then.get("digest"), digest):
             log.warning(
-                "the files of the tokenizer or chat template in %s changed since this run was "
+                "the files of the tokenizer or chat template of %s changed since this run was "
                 "started, so rows may have other tokens than before; restore the files if this is "
                 "not intended",
-                entry["model"],
+                ", ".join(map(str, filter(None, (tokenizer, model.template_file)))),
             )
     return now
 

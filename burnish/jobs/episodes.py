@@ -165,7 +165,7 @@ def agent_spec(config: AgentEpisodes, model: ModelConfig) -> EnvironmentSpec:
     options: dict[str, Any] = {AGENT_ADAPTERS[adapter]: rest}
     if adapter == "openrlhf":
         placed = model.with_absolute_paths()
-        tokenizer = placed.tokenizer_path or placed.path
+        tokenizer = placed.tokenizer_override or placed.path
         options = {"path": os.path.abspath(rest), "tokenizer": tokenizer}
         options["max_length"] = config.max_tokens
     return EnvironmentSpec(

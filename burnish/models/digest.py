@@ -74,12 +74,12 @@ def _with_config(folder: Path, config: str) -> list[Path]:
 def present_tokenizer_digest(model: ModelConfig) -> str | None:
     """Return a digest of the files of the tokenizer and the chat template; None if none of them is
     on this machine. Raises ModelError if a file cannot be read."""
-    name, revision = model.tokenizer_path, None
+    name, revision = model.tokenizer_override, None
     if name is None:
         name, revision = model.path, model.revision
     folder = None if name is None else _folder(name, revision)
     paths: list[Path] = []
-    if folder is not None and model.gguf_file is not None and model.tokenizer_path is None:
+    if folder is not None and model.gguf_file is not None and model.tokenizer_override is None:
         paths = [folder / model.gguf_file]
     elif folder is not None:
         paths = sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})

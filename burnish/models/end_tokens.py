@@ -56,7 +56,7 @@ def configured_end_tokens(model: ModelConfig, config: PretrainedConfig | None) -
         written = None if config is None else GenerationConfig.from_model_config(config)
     if written is not None:
         return written.eos_token_id
-    if model.gguf_file and model.tokenizer_path is not None:
+    if model.gguf_file and model.tokenizer_override is not None:
         return gguf_entry(Path(model.path) / model.gguf_file, "tokenizer.ggml.eos_token_id")
     return None
 

@@ -238,16 +238,18 @@ def place(
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer; ``model.chat_template`` replaces its chat template if set, in
-    which ``model.chat_template_kwargs`` are defaults. :mod:`burnish.special_tokens` then knows the
-    end tokens of the model.
+    """Load the model's tokenizer, or that of its adapter if the adapter's folder has one.
+
+    ``model.chat_template`` replaces its chat template if set, in which
+    ``model.chat_template_kwargs`` are defaults. :mod:`burnish.special_tokens` then knows the end
+    tokens of the model.
 
     If it has no pad token, the end-of-sequence token is used. Raises ModelError if there is no
     tokenizer, if it has no end-of-sequence token, or if the template does not read one of
     ``model.chat_template_kwargs``.
     """
     tokenizer: Any
-    if config.scratch is not None and config.tokenizer_path is None:
+    if config.scratch is not None and config.tokenizer_override is None:
         tokenizer = scratch_tokenizer(config.scratch.alphabet)
     else:
         tokenizer = _tokenizer_from_pretrained(config)
@@ -437,22 +439,36 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
 
 
 def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
-    source = config.tokenizer_path or config.path
-    gguf = config.gguf_file if config.tokenizer_path is None else None
+    override = config.tokenizer_override
+    source = override or config.path
+    gguf = config.gguf_file if override is None else None
     check_tokenizer_path(config)
-    if config.tokenizer_path is None:
+    if override is None:
         check_path(config, warn=True)
+    elif config.tokenizer_path is None and override not in _SAID:
+        _SAID.add(override)
+        log.info(
+            "tokenizer, chat template and end token are those in the adapter's folder %s; "
+            "model.tokenizer_path sets another tokenizer (the base's: %s)",
+            *(override, describe(config)),
+        )
     if Path(str(source)).is_dir():
         check_kinds(Path(str(source)))
     options = {"gguf_file": gguf} if gguf else {}
-    if config.tokenizer_path is None and config.revision:
+    if override is None and config.revision:
         options["revision"] = config.revision
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, trust_remote_code=config.trust_remote_code, **options
         )
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise unloadable("tokenizer", str(source), error) from error
+        problem = unloadable("tokenizer", str(source), error)
+        if override is not None and config.tokenizer_path is None:
+            raise ModelError(
+                f"{problem}. The folder of the adapter has this tokenizer; "
+                f"model.tokenizer_path={config.path} uses that of the base"
+            ) from error
+        raise problem from error
     if gguf:
         from tokenizers import pre_tokenizers
 

@@ -116,7 +116,7 @@ def _other_tokens(config: JobConfig) -> Iterator[str]:
 
 def _same_files(model: ModelConfig, other: ModelConfig) -> bool:
     """Return whether two models are read from the same files, except for adapters."""
-    files, others = ((m.path, m.gguf_file, m.scratch, m.tokenizer_path) for m in (model, other))
+    files, others = ((m.path, m.gguf_file, m.scratch, m.tokenizer_override) for m in (model, other))
     return files == others
 
 

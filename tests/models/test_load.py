@@ -20,10 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from burnish.config.episodes import AgentEpisodes
 from burnish.config.model import Dtype, LoraConfig, ModelConfig, ScratchConfig
 from burnish.data.chat import encode_prompt
 from burnish.episodes.template import ChatTemplate
+from burnish.jobs.episodes import agent_spec
 from burnish.models.checks import check_compute_dtype
+from burnish.models.digest import present_tokenizer_digest
 from burnish.models.load import (
     ModelError,
     load_causal_lm,
@@ -362,6 +365,50 @@ def test_a_mistyped_adapter_target_is_named() -> None:
     )
     with pytest.raises(ModelError, match=r"'qproj' matches no module .* o_proj, q_proj, up_proj"):
         load_causal_lm(config)
+
+
+@pytest.fixture
+def adapted(folder: Path, tmp_path: Path) -> ModelConfig:
+    """A base model with an adapter, whose folder has another template and end token."""
+    adapter = tmp_path / "adapter"
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    tokenizer.add_special_tokens({"eos_token": "="})
+    tokenizer.chat_template = "{% for m in messages %}+{{ m.content }}={% endfor %}"
+    tokenizer.save_pretrained(adapter)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    return ModelConfig.model_validate({"path": str(folder), "lora": {"path": str(adapter)}})
+
+
+def test_the_tokenizer_in_the_folder_of_an_adapter_replaces_that_of_the_base(
+    folder: Path, adapted: ModelConfig
+) -> None:
+    """A run with the adapter reads prompts, and ends responses, as its training did. It does so in
+    every reader of the tokenizer's files."""
+    assert adapted.lora is not None and adapted.lora.path is not None
+    adapter = adapted.lora.path
+    named = adapted.model_copy(update={"tokenizer_path": adapter})
+    tokenizer, base = load_tokenizer(adapted), load_tokenizer(ModelConfig(path=str(folder)))
+    assert tokenizer.eos_token == "=" != base.eos_token
+    assert encode_prompt(tokenizer, [{"role": "user", "content": "1"}])[0] == "+1="
+    assert present_tokenizer_digest(adapted) == present_tokenizer_digest(named)
+    spec = agent_spec(AgentEpisodes(kind="agent", agent="openrlhf:agent.py", max_tokens=8), adapted)
+    assert spec.options["tokenizer"] == adapter
+
+
+def test_the_recipe_and_an_adapter_without_a_tokenizer_select_that_of_the_base(
+    folder: Path, adapted: ModelConfig
+) -> None:
+    assert adapted.lora is not None and adapted.lora.path is not None
+    base = load_tokenizer(ModelConfig(path=str(folder)))
+    chosen = load_tokenizer(adapted.model_copy(update={"tokenizer_path": str(folder)}))
+    assert (chosen.eos_token, chosen.chat_template) == (base.eos_token, base.chat_template)
+    (Path(adapted.lora.path) / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=rf"model\.tokenizer_path={folder}"):
+        load_tokenizer(adapted)
+    for file in Path(adapted.lora.path).glob("tokenizer*"):
+        file.unlink()
+    assert load_tokenizer(adapted).eos_token == base.eos_token
 
 
 @pytest.mark.parametrize("end", ["<|system|>", "<|eot|>"])

@@ -350,6 +350,22 @@ def test_a_changed_tokenizer_or_chat_template_is_a_warning(
         assert bool(warnings) is is_warned
 
 
+def test_a_removed_tokenizer_of_the_start_adapter_is_a_warning(
+    make: MakeConfig, folders: dict[str, str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The resumed run would continue with the base's."""
+    adapter = burnish.export(start(make("sft", {"model": {"path": "$policy", "lora": LORA}})),
+                             tmp_path / "adapter", lora="adapter")  # fmt: skip
+    model = {"path": "$policy", "lora": {"path": str(adapter)}}
+    keys = {"run_dir": str(tmp_path / "next"), "model": model}
+    run_dir = start(make("sft", keys))
+    for file in adapter.glob("tokenizer*"):
+        file.unlink()
+    caplog.clear()
+    start(make("sft", keys, 2), resume=run_dir)
+    assert any("tokenizer or chat template" in record.getMessage() for record in caplog.records)
+
+
 def test_a_lost_worker_group_does_not_load_replaced_weights(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def test_the_last_trained_token_of_a_turn_is_a_stop_token(name: str) -> None:
     for turn in turns_of(name):
         end = last_trained(tokenizer, turn)
         assert end in special_tokens(tokenizer) and tokenizer.decode([end], True) == ""
-        assert rule.finished([end], 9) == "stop"
+        assert rule.begin().add(end, 9) == "stop"
     try:
         renderer = ChatRenderer(tokenizer, history="keep")
     except RendererError:
@@ -150,7 +150,8 @@ def test_a_stop_string_is_searched_in_the_text_that_is_returned(
     tokenizer = tokenizer_of("chatml, base")
     rule = StopRule(tokenizer, Sampling(max_tokens=99, stop=(stop,)), ())
     ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    assert (rule.finished(ids, 99) == "stop") is stops
+    check = rule.begin()
+    assert ([check.add(token, 99) for token in ids][-1] == "stop") is stops
 
 
 def test_a_model_stops_and_is_exported_with_the_end_of_turn_it_was_trained_on(

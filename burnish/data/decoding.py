@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from burnish.data.byte_tokens import byte_tokens, is_inside_character
 from burnish.data.pieces import plain_ids
 from burnish.data.rendering import tags_of
 from burnish.reasoning_tags import Tags
@@ -20,6 +21,8 @@ from burnish.special_tokens import special_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CONTEXT = 8
+"""Tokens before others that determine how these decode."""
 Decode = Callable[[Sequence[int]], str]
 _Known = tuple[Tags, Mapping[int, str], dict[int, str] | None]
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, _Known] = WeakKeyDictionary()
@@ -41,9 +44,37 @@ def response_decoder(tokenizer: PreTrainedTokenizerBase, *, shown: str = "") -> 
     return partial(_decoded, tokenizer, hidden)
 
 
+def context_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """Return the last tokens of ``ids``, behind which other tokens decode as behind all of them.
+
+    They begin with a complete character and have tokens that every text shows. The text of a run of
+    byte tokens may depend on more of them (:mod:`burnish.data.byte_tokens`).
+    """
+    hidden, values = hidden_tokens(tokenizer), byte_tokens(tokenizer)
+    begin, num_shown = len(ids), 0
+    while begin and (
+        num_shown < CONTEXT
+        or (num_shown < CONTEXT + 3 and is_inside_character(values.get(ids[begin])))
+    ):
+        begin -= 1
+        num_shown += ids[begin] not in hidden
+    return list(ids[begin:])
+
+
 def tokens_within(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:
     """Return the special tokens that occur in ``text``."""
     return {token for token, name in special_tokens(tokenizer).items() if name and name in text}
+
+
+def removes_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether decoding removes spaces before punctuation. transformers does not do it for
+    BPE, whatever the setting."""
+    from transformers import PreTrainedTokenizerFast
+
+    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
+    if is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
+        return False
+    return bool(tokenizer.clean_up_tokenization_spaces)
 
 
 def _decoded(

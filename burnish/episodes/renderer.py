@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from burnish.chat_message import CALLS_IN_TEXT, Message
 from burnish.compact import IntArray
 from burnish.data.chat import encode_prompt, response_text
-from burnish.data.decoding import response_decoder
+from burnish.data.decoding import CONTEXT, context_of, response_decoder
 from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.messages import as_messages, as_rendered
 from burnish.data.pieces import encode_piece
@@ -29,7 +29,6 @@ from burnish.episodes.framing import FrameHold, Framing
 from burnish.episodes.parsing import CallReading, ParsedMessage, PromptParsers, ResponseParser
 from burnish.episodes.probing import call, reads_rendered_call
 from burnish.episodes.streaming import (
-    CONTEXT,
     MessageStream,
     StopHold,
     TextStream,
@@ -98,7 +97,7 @@ class TextCodec:
 
     def response_text(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> str:
         """Return the text of a response, see :func:`burnish.data.chat.response_text`."""
-        return response_text(self._tokenizer, prompt_ids[-CONTEXT:], sampled_ids)
+        return response_text(self._tokenizer, context_of(self._tokenizer, prompt_ids), sampled_ids)
 
     def text_parts(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], stops: Sequence[str] = ()
@@ -392,7 +391,7 @@ class ChatRenderer(TextCodec):
         end = ""
         if ids and (ids[-1] in self._closing_ids or (ended and ids[-1] in self._hidden)):
             end = str(self._tokenizer.convert_ids_to_tokens(ids.pop()))
-        before = list(prompt_ids)[-CONTEXT:]
+        before = context_of(self._tokenizer, prompt_ids)
         head, both = (str(self._tokenizer.decode(part)) for part in (before, before + ids))
         text = both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
         return text, end

@@ -10,20 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from burnish.data.decoding import Decode
+from burnish.data.byte_tokens import REPLACEMENT, byte_tokens
+from burnish.data.decoding import Decode, context_of, removes_spaces
 from burnish.episodes.framing import FrameHold
-from burnish.model_text import Form, Pattern
+from burnish.model_text import Pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT = 8
-"""Tokens before others that determine how these decode."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with the reasoning, in response templates."""
 _SPACES = Pattern(r"(\s{256})\s+")
-_BYTE = Form(r"<0x[0-9A-F]{2}>")
-_BROKEN = "\ufffd"
 
 
 def without_long_spaces(text: str) -> str:
@@ -95,19 +92,22 @@ class TokenText:
         decode: Decode,
     ) -> None:
         self._tokenizer, self._decode = tokenizer, decode
-        self._window = list(prompt_ids[-CONTEXT:])
+        self._bytes = byte_tokens(tokenizer)
+        self._window = context_of(tokenizer, prompt_ids)
         """Tokens of which the text was returned, as far as others depend on it."""
         self._byte_run: list[int] = []
-        """Byte tokens after the window."""
+        """Byte tokens after the window, and tokens without text."""
         self._seen = self._decode(self._window)
         """Text of the window that was returned."""
-        ends_whole = not self._seen.endswith(_BROKEN) and not any(map(self._is_byte, self._window))
-        self._is_off = _removes_spaces(tokenizer) or not ends_whole
+        ends_whole = not self._seen.endswith(REPLACEMENT) and not any(
+            token in self._bytes for token in self._window
+        )
+        self._is_off = removes_spaces(tokenizer) or not ends_whole
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Return the text that more tokens make certain."""
         length = len(tokens)
-        while length and self._is_byte(tokens[length - 1]):
+        while length and self._continues_run(tokens[length - 1]):
             length -= 1
         if self._is_off or not length:
             self._byte_run += tokens
@@ -119,28 +119,18 @@ class TokenText:
             self._is_off = True
             return ""
         new_text = text[len(self._seen) :]
-        self._window = ids[-CONTEXT:]
+        self._window = context_of(self._tokenizer, ids)
         self._seen = _certain(self._decode(self._window))
         return new_text
 
-    def _is_byte(self, token: int) -> bool:
-        return bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
+    def _continues_run(self, token: int) -> bool:
+        """Return whether ``token`` is a byte, or has no text, so that bytes around it are a run."""
+        return token in self._bytes or (bool(self._bytes) and not self._decode([token]))
 
 
 def _certain(text: str) -> str:
     """Return text without its last character if that represents an incomplete one."""
-    return text.removesuffix(_BROKEN)
-
-
-def _removes_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether decoding removes spaces before punctuation. transformers does not do it for
-    BPE, whatever the setting."""
-    from transformers import PreTrainedTokenizerFast
-
-    is_fast = isinstance(tokenizer, PreTrainedTokenizerFast)
-    if is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
-        return False
-    return bool(tokenizer.clean_up_tokenization_spaces)
+    return text.removesuffix(REPLACEMENT)
 
 
 class MessageText:

@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
-from burnish.data.decoding import Decode
-from burnish.model_text import Form
+from burnish.data.byte_tokens import REPLACEMENT, byte_tokens, is_inside_character
+from burnish.data.decoding import CONTEXT, Decode, context_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTEXT = 8  # tokens before others that determine how these decode
 _MOST_CONTEXT = 64  # of a run of byte tokens, which decode together
 _MOST_SHARED = 8  # tokens of a few characters
-_BROKEN = "\ufffd"
-_BYTE = Form(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,10 @@ def token_parts(
     ends = [min(max(end, begin), len(text)) for end in places.ends]
     ends[-1] = len(text)
     texts = [text[start:end] for start, end in pairwise([begin, *ends])]
-    pieces = tokenizer.convert_ids_to_tokens(list(ids))
-    return tuple(_with_bytes(texts, [_bytes_of(str(piece)) for piece in pieces]))
+    values = byte_tokens(tokenizer)
+    pieces = zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
+    raw = [bytes([values[i]]) if i in values else _bytes_of(str(piece)) for i, piece in pieces]
+    return tuple(_with_bytes(texts, raw))
 
 
 class _Places:
@@ -69,7 +68,10 @@ class _Places:
         decode: Decode,
     ) -> None:
         self._tokenizer, self._decoded = tokenizer, decode
-        self._window = list(prompt_ids[-_MOST_CONTEXT:])
+        self._bytes = byte_tokens(tokenizer)
+        self._window = max(
+            context_of(tokenizer, prompt_ids), list(prompt_ids[-_MOST_CONTEXT:]), key=len
+        )
         self._seen = ""
         """Text of the window."""
         self._shorten()
@@ -80,7 +82,7 @@ class _Places:
         self._window.append(token)
         text = self._decode()
         common = common_length(self._seen, text)
-        self._length = max(0, self._length - (len(self._seen) - common))
+        self._length -= len(self._seen) - common  # below 0: the token changes the prompt's text
         for place in range(len(self.ends) - 1, -1, -1):  # the token changes earlier text
             if self.ends[place] <= self._length:
                 break
@@ -88,21 +90,21 @@ class _Places:
         self._length += len(text) - common
         self.ends.append(self._length)
         self._seen = text
-        if len(self._window) > 2 * _CONTEXT:
+        if len(self._window) > 2 * CONTEXT:
             self._shorten()
 
     def _shorten(self) -> None:
         """Drop tokens on which the text of later ones does not depend."""
-        begin = max(0, len(self._window) - _CONTEXT)
+        begin = len(self._window) - len(context_of(self._tokenizer, self._window))
         first = max(0, len(self._window) - _MOST_CONTEXT)
-        pieces = self._tokenizer.convert_ids_to_tokens(self._window)
-        while begin > first and _BYTE.fullmatch(str(pieces[begin])):
+        while begin > first and self._window[begin] in self._bytes:
             begin -= 1  # bytes decode together
-        self._window = self._window[begin:]
+        inside = (is_inside_character(self._bytes.get(i)) for i in self._window[begin:])
+        self._window = self._window[begin + sum(takewhile(bool, inside)) :]
         self._seen = self._decode()
 
     def _decode(self) -> str:
-        return self._decoded(self._window).rstrip(_BROKEN)
+        return self._decoded(self._window).rstrip(REPLACEMENT)
 
 
 def common_length(first: str, second: str) -> int:
@@ -140,9 +142,7 @@ def _whole(texts: Sequence[str], raw: Sequence[bytes | None], place: int) -> int
 
 
 def _bytes_of(piece: str) -> bytes | None:
-    """Return the bytes of a token of a byte-level vocabulary, or of a byte token."""
-    if match := _BYTE.fullmatch(piece):
-        return bytes([int(match[1], 16)])
+    """Return the bytes of a token of a byte-level vocabulary."""
     alphabet = _byte_alphabet()
     try:
         return bytes(alphabet[character] for character in piece)

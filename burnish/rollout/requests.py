@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from burnish.compact import FloatArray, IntArray, IntLists
-from burnish.data.decoding import hidden_tokens, response_decoder
+from burnish.data.byte_tokens import REPLACEMENT, TailTokens
+from burnish.data.decoding import hidden_tokens, removes_spaces, response_decoder
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.special_tokens import end_token_ids
 from burnish.transcript import FinishReason
@@ -130,7 +130,7 @@ class StopRule:
 
     Stop tokens and stop strings remain in the response. Stop strings are searched in the text of a
     completion, which lacks special tokens (:mod:`burnish.data.decoding`), unless one of them names
-    such a token.
+    such a token. A response ends with the first token with which its text has a stop string.
     """
 
     def __init__(
@@ -138,24 +138,56 @@ class StopRule:
     ) -> None:
         self.tokenizer, self.strings = tokenizer, sampling.stop
         self.tokens = set(ends) | set(sampling.stop_token_ids)
-        # Every token has at least one byte, so a stop string spans at most this many tokens.
-        self._window = max((len(s.encode()) for s in sampling.stop), default=0) + 4
         self.text_of = response_decoder(tokenizer)
         hidden = hidden_tokens(tokenizer) if sampling.stop else {}
         named = any(text in string for text in hidden.values() if text for string in sampling.stop)
         self._hidden: Collection[int] = () if named else hidden.keys()
+        # Every token has at least one byte, so a stop string spans at most this many tokens.
+        size = max((len(s.encode()) for s in sampling.stop), default=0)
+        if sampling.stop and removes_spaces(tokenizer):
+            size *= 3  # each character can lose a space on either side
+        # The first token, of up to four of a character, is not searched; the last one may change
+        # the text before it.
+        self.num_searched = None if any(REPLACEMENT in s for s in sampling.stop) else size + 4
 
-    def finished(self, tokens: Sequence[int], limit: int) -> FinishReason | None:
-        """Return why the response ``tokens`` ends with its last token; None if it continues."""
-        if tokens[-1] in self.tokens:
+    def begin(self) -> StopCheck:
+        """Return the check of one response, which reads all of its tokens in order."""
+        return StopCheck(self)
+
+    def has_text(self, token: int) -> bool:
+        """Return whether ``token`` adds to the text in which stop strings are searched. Ids beyond
+        the vocabulary, which padded embeddings can sample, do not."""
+        return token not in self._hidden and bool(self.tokenizer.convert_ids_to_tokens(token))
+
+
+class StopCheck:
+    """The stop conditions of one response, read token by token."""
+
+    def __init__(self, rule: StopRule) -> None:
+        self._rule = rule
+        self._tail = TailTokens(rule.tokenizer, rule.num_searched) if rule.strings else None
+        self._length = 0
+
+    def add(self, token: int, limit: int) -> FinishReason | None:
+        """Return why the response ends with ``token``, its next one; None if it continues."""
+        rule = self._rule
+        self._length += 1
+        if token in rule.tokens:
             return "stop"
-        if self.strings:
-            shown = (token for token in reversed(tokens) if token not in self._hidden)
-            last = list(islice(shown, self._window))
-            tail = str(self.tokenizer.decode(last[::-1]))
-            if any(string in tail for string in self.strings):
+        if self._tail is not None and rule.has_text(token):
+            self._tail.add(token)
+            if self._has_stop_string(self._tail):
                 return "stop"
-        return "length" if len(tokens) >= limit else None
+        return "length" if self._length >= limit else None
+
+    def _has_stop_string(self, tail: TailTokens) -> bool:
+        decode, strings, ids = self._rule.tokenizer.decode, self._rule.strings, tail.ids
+        text = str(decode(ids))
+        if not any(string in text for string in strings):
+            return False
+        if tail.is_cut:  # the first token has another text there
+            text = text[len(str(decode(ids[:1]))) :]
+        return any(string in text for string in strings)
 
 
 @dataclass(eq=False)
@@ -176,6 +208,10 @@ class LiveSample:
     """(version, index of the first token that it sampled), in order."""
     reason: FinishReason | None = None
     """Why the sample is finished; None: it is not."""
+    _check: StopCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._check = self.stop.begin()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -198,7 +234,7 @@ class LiveSample:
         self.logprobs.append(logprob)
         if kept_ids is not None:
             self.kept.append(kept_ids)
-        self.reason = self.stop.finished(self.tokens, self.request.limit(self.sampling))
+        self.reason = self._check.add(token, self.request.limit(self.sampling))
         if self.reason is None and self.request.on_tokens is not None:
             self.request.on_tokens(self.tokens)
 

@@ -121,7 +121,8 @@ def test_special_tokens_that_are_no_tags_are_not_in_the_text(special: bool) -> N
     shown = f"{tags.begin}b{tags.end}c"
     assert response_text(tokenizer, prompt, ids) == shown
     rule = StopRule(tokenizer, Sampling(max_tokens=99, stop=(f"b{tags.end}",)), ())
-    ends = [rule.finished(ids[:end], 99) for end in range(1, len(ids) + 1)]
+    check = rule.begin()
+    ends = [check.add(token, 99) for token in ids]
     assert rule.text_of(ids[: ends.index("stop") + 1]) == shown[:-1]
 
 

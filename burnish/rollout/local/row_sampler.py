@@ -68,9 +68,10 @@ class RowQueue:
         limit = sample.request.limit(sample.sampling)
         draw = _Draw(sample.sampling, uniforms_for(sample.request.seed, sample.index, limit))
         ids = torch.tensor([sample.request.prompt_ids], device=device)
+        check = sample.stop.begin()
 
         def stop(_ids: Tensor, _scores: Tensor, **_: Any) -> Tensor:
-            done = sample.stop.finished(draw.tokens, limit) is not None
+            done = check.add(draw.tokens[-1], limit) is not None
             return torch.tensor([done], device=device)
 
         # without the model's own temperature, penalties and end tokens

@@ -78,6 +78,34 @@ SEVERAL_ANSWERS = [
     ("3", r"#### 3" + "\nsorry:\n#### 4", False),
 ]
 
+FIGURES = [
+    ("AC", r"\boxed{CA}", True),  # the segment, its length, the product, the set of choices
+    ("AC", r"\boxed{\overline{CA}}", True),
+    ("AC", r"\boxed{AD}", False),
+    ("AC", r"\boxed{\overline{AD}}", False),
+    ("AC", r"\boxed{\overrightarrow{AC}}", False),
+    (r"\overline{AC}", r"\boxed{\overline{CA}}", True),
+    (r"\overline{AC}", r"\boxed{\overline{AB}}", False),
+    (r"\overline{AC}", "The answer is segment CA.", True),
+    (r"$\overline{AC}$", r"\boxed{AC}", True),
+    (r"\overrightarrow{AC}", r"\boxed{\overrightarrow{CA}}", False),
+    (r"\vec{AC}", r"\boxed{\overrightarrow{AC}}", True),
+    (r"\angle ABC", r"\boxed{\angle CBA}", True),
+    (r"\angle ABC", r"\boxed{\angle BAC}", False),
+    (r"\angle ABC", r"\boxed{\angle ABC}", True),
+    ("∠ABC", "The answer is angle CBA.", True),
+    ("angle ABC", "#### ∠BCA", False),
+    (r"\triangle ABC", r"\boxed{\triangle BCA}", True),
+    (r"\triangle ABC", r"\boxed{\triangle ABD}", False),
+    (r"\triangle ABC", r"\boxed{\angle ABC}", False),
+    ("NO", r"\boxed{ON}", False),
+    ("IV", r"\boxed{VI}", False),
+    ("Al", r"\boxed{La}", False),
+    ("AB + CD", r"\boxed{DC + BA}", True),
+    ("x y", r"\boxed{y x}", True),
+    (r"\overline{A'C'}", r"\boxed{\overline{C'A'}}", True),
+]
+
 FULL_STOPS = [
     ("x^2+25x", "#### x^2+25x.", True),
     ("x^2+25x", "#### $x(x+25)$.", True),
@@ -589,7 +617,7 @@ KNOWN_DISAGREEMENTS = [
 ]
 
 PAIRS: list[tuple[Any, str, bool]] = [
-    *GSM8K, *SEVERAL_ANSWERS, *FULL_STOPS,
+    *GSM8K, *SEVERAL_ANSWERS, *FIGURES, *FULL_STOPS,
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
     *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *KNOWN_DISAGREEMENTS,

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.labels import LabelError
+from burnish.rewards.math.figures import Figure, read_figure
 from burnish.rewards.math.markup import MARKS, with_signs, without_quotes
 from burnish.rewards.math.quantities import (
     BASED,
@@ -125,6 +126,8 @@ class Label:
     """Input for math-verify (number, math), or the form that :func:`judge` compares (words, date).
     """
     quantity: Quantity | None = None
+    figure: Figure | None = None
+    """The figure that it names, if its letters are no word."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +269,7 @@ def _label_of(text: str) -> Label:
     quantity = read_quantity(text)
     if quantity is not None:
         return Label("number", spell(quantity), quantity)
-    words = _words(text)
+    words, figure = _words(text), read_figure(text)
     date = read_date(words)
     if date is not None and date[1]:
         return Label("date", date[0])
@@ -276,8 +279,9 @@ def _label_of(text: str) -> Label:
                 f"is a sentence of {len(words.split())} words, but a label is compared with one "
                 "answer; reduce it to the answer, or use a reward of kind function"
             )
-        return Label("words", words)
-    return Label("math", _symbols(_BASED_NUMBER.sub(_spelled, text)))
+        named = None if _LETTERS.fullmatch(text.strip(" .*")) and " " not in text else figure
+        return Label("words", words, figure=named)
+    return Label("math", _symbols(_BASED_NUMBER.sub(_spelled, text)), figure=figure)
 
 
 def _is_words(text: str, words: str) -> bool:
@@ -352,6 +356,9 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
     has to decide. ``prompt``: the end of what the response continues."""
     text = with_signs(without_quotes(after_reasoning(response, prompt)))
     answer = last_answer(text)
+    figure = None if label.figure is None or answer is None else read_figure(answer.text)
+    if label.figure is not None and figure is not None:
+        return label.figure.equals(figure)
     if label.kind == "words":
         return _same_words(label.text, text, answer)
     if _LETTERS.fullmatch(label.text) and _has_letters(label.text.lower(), text, answer):

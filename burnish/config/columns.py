@@ -22,6 +22,20 @@ def finite_number(value: Any) -> float | None:
     return number if abs(number) <= _LARGEST_FLOAT else None
 
 
+def without_fraction(value: Any) -> Any:
+    """Return a whole float as an integer, also in a text, and any other value as it is. Files with
+    empty cells store integers as floats.
+
+    >>> without_fraction(1.0), without_fraction("0.0"), without_fraction(0.5), without_fraction("a")
+    (1, '0', 0.5, 'a')
+    """
+    if isinstance(value, str):
+        number, point, zeros = value.strip().partition(".")
+        is_whole = point and not zeros.strip("0") and number.removeprefix("-").isdecimal()
+        return number if is_whole else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def missing_columns(paths: Iterable[str], columns: Mapping[str, str | None]) -> Iterator[str]:
     """Yield an error for each of ``columns`` (field -> name; None: not read) and
     each file without it."""

@@ -37,6 +37,8 @@ def data_of(path: str, **options: Any) -> RatedDataConfig:
         ({"label": 0.25}, "scores", ("label",)),
         ({"label": True}, "classes", ("pass",)),
         ({"passed": 1}, "classes", ("pass",)),
+        ({"passed": 1.0}, "classes", ("pass",)),
+        ({"correct": "0.0"}, "classes", ("pass",)),
     ],
 )
 def test_the_target_is_recognized_and_named_in_the_batch_table(
@@ -131,6 +133,11 @@ def test_broken_rows_are_errors_with_their_line(
         (["a", "b"], "1", None),
         (["False", "True"], True, 1),
         (None, 1.0, 1),
+        (None, 0.0, 0),
+        (None, "1.0", 1),
+        ([0, 1], "1.0", 1),
+        (["a", "b"], "1.0", None),
+        (["1.0", "0.0"], "0.0", 1),
     ],
 )
 def test_an_integer_label_is_never_the_index_of_another_integer_class(

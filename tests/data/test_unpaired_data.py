@@ -72,7 +72,7 @@ def test_an_invalid_label_is_refused_with_its_location(
 
 
 def test_whole_floats_are_labels(chars: Tok, jsonl: Jsonl) -> None:
-    rows = [{"prompt": "1", "response": "2", "good": value} for value in (1.0, 0.0)]
+    rows = [{"prompt": "1", "response": "2", "good": value} for value in (1.0, "0.0")]
     batch = load_unpaired(config(jsonl(rows), label_key="good"), chars)
     assert batch.labels is not None and batch.labels.tolist() == [True, False]
 

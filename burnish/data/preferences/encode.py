@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.columns import finite_number
+from burnish.config.columns import finite_number, without_fraction
 from burnish.data.notices import note
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.response_rows import ResponseRows, single_responses
@@ -191,9 +191,7 @@ def _responses(
 
 
 def _desirable_label(value: Any, config: PreferenceDataConfig) -> bool:
-    if isinstance(value, float) and value.is_integer():  # of a column with empty cells
-        value = int(value)
-    label = DESIRABLE_LABELS.get(str(value).strip().lower())
+    label = DESIRABLE_LABELS.get(str(without_fraction(value)).strip().lower())
     if label is None:
         raise DataError(
             f"column {config.label_key!r} (label_key) contains {value!r}; use true or 1 for a "

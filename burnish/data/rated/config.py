@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from burnish.config.columns import finite_number, missing_columns
+from burnish.config.columns import finite_number, missing_columns, without_fraction
 from burnish.config.forms import Keys
 from burnish.config.templates import template_rules
 from burnish.data.config import DataConfig, RewardData
@@ -352,6 +352,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_class(value: Any) -> bool:
+    value = without_fraction(value)
     return isinstance(value, bool | int | str) and (
         not isinstance(value, str) or not _is_number(value) or float(value).is_integer()
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burnish.config.columns import finite_number
+from burnish.config.columns import finite_number, without_fraction
 from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig
 from burnish.data.reader import RowReader
 from burnish.data.rows import column
@@ -45,9 +45,9 @@ def target_of(row: Row, config: RatedDataConfig) -> tuple[float, ...] | int:
 
 def _class(value: Any, key: str, config: ClassesDataConfig) -> int:
     """Return the index of a class. An integer is an index only if no class has an integer as its
-    name. Whole floats count as integers: files with empty cells store integers as floats."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    name. Whole floats count as integers."""
+    if config.classes is None or str(value).strip() not in config.names:
+        value = without_fraction(value)
     text = str(value).strip()
     if config.classes is None:
         number = PASS_LABELS.get(text.lower())

@@ -58,6 +58,22 @@ def test_blocks_that_models_write_in_another_way_than_markdown(response: str) ->
     assert read_code(response, "last_block") == CODE
 
 
+@pytest.mark.parametrize(
+    ("tag", "is_python"),
+    [
+        *((tag, True) for tag in ("", "py", "py3", "python", "Python", "PYTHON", "python3", "Py3")),
+        *((tag, True) for tag in ("python3.11", "ipython", "ipython3", "{.python}", "{python}")),
+        *((tag, True) for tag in ("python:main.py", "python=", "python,linenos", "python{1,3}")),
+        *((tag, True) for tag in ("solution.py", "python title=`x`", "{.python .numberLines}")),
+        *((tag, False) for tag in ("c++", "cpp", "C", "java", "javascript", "js", "bash", "text")),
+        *((tag, False) for tag in ("python2", "py2", "pycon", "pytb", "pyx", "output", "p")),
+    ],
+)
+def test_the_tag_of_a_block_names_its_language(tag: str, is_python: bool) -> None:
+    """Tildes, because the tags of a fence of backticks contain none."""
+    assert read_code(f"~~~{tag}\n{CODE}~~~", "last_block") == (CODE if is_python else None)
+
+
 @pytest.mark.parametrize("text", ["```python\n", "- ", " ", "`", "~", "\t", "1. "])
 def test_blocks_are_read_in_linear_time(text: str) -> None:
     before = time.process_time()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from burnish.model_text import Form
+from burnish.model_text import DOTALL, IGNORECASE, Form
 from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.labels import LabelError
 
@@ -42,7 +42,12 @@ _UNSENDABLE = {
     },
 }
 """Functions that make objects which code in another process cannot get, and their results."""
-_PYTHON = ("", "python", "python3", "py")
+_PYTHON = Form(
+    r"\{?\.?(?:(?:i?python|py)-?(?:3(?:\.\d{1,2})?)?|[\w./-]+\.py)(?:[:=,;{}\[(].*)?",
+    IGNORECASE | DOTALL,
+)
+"""First word behind a fence that names Python 3: ``py3``, ``Python3.11``, ``{.python}``,
+``python=``, or the name of a file of Python."""
 
 
 def read_code(response: str, which: Literal["last_block", "all"], prompt: str = "") -> str | None:
@@ -51,7 +56,7 @@ def read_code(response: str, which: Literal["last_block", "all"], prompt: str = 
     text = after_reasoning(response, prompt)
     if which == "all":
         return text if text.strip() else None
-    blocks = [(language, body) for language, body in _blocks(text) if language.lower() in _PYTHON]
+    blocks = [block for block in _blocks(text) if not block[0] or _PYTHON.fullmatch(block[0])]
     labeled = [block for block in blocks if block[0]]  # one without a label may be output
     return (labeled or blocks)[-1][1] if blocks else None
 

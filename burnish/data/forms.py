@@ -128,10 +128,13 @@ def from_messages(values: Values, config: DataConfig) -> Values:
         episode = _in_column(MESSAGES, lambda: episode_of(values))
         if episode is not None:
             number = len(episode.turns) - 1
-            before = episode.text_before(number) or episode.messages_before(number)
-            prompt = before if values.get(config.prompt_key) is None else values[config.prompt_key]
+            text, history = episode.text_before(number), episode.messages_before(number)
             answer = _in_column(MESSAGES, lambda: as_rendered([episode.turns[-1].message]))
             new = _others(values, config, MESSAGES)
+            if text is None and config.is_trained:  # (rewards read the episode itself)
+                return new | {config.prompt_key: history, config.answer_key: answer}
+            prompt = values.get(config.prompt_key) if text is None else text
+            prompt = history if prompt is None else prompt
             return new | {config.prompt_key: prompt, config.answer_key: answer[0]["content"]}
     return _of_conversation(values, _turns(values, MESSAGES), config, used=MESSAGES)
 

@@ -19,6 +19,7 @@ from burnish.data.rows import (
     is_text,
     prompt_column,
     response_column,
+    to_last_trained,
 )
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
@@ -130,16 +131,6 @@ class ResponseRows:
         return to_last_trained(
             encode_exchange(self._tokenizer, stripped, self._config, as_chat=as_chat)
         )
-
-
-def to_last_trained(row: EncodedRow) -> EncodedRow:
-    """Remove the tokens after the last trained token, which is the end token.
-
-    Chat templates often add a newline after it. No sampled response contains that newline, and a
-    reward model scores the last token.
-    """
-    end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)
-    return replace(row, ids=row.ids[:end], mask=row.mask[:end])
 
 
 def single_responses(items: Sequence[HasRow], *, first_group: int) -> Batch:

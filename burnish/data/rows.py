@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from burnish.data.chat import (
     note_cut,
     response_text,
 )
-from burnish.data.config import DataConfig
+from burnish.data.config import DataConfig, RewardData
 from burnish.data.decoding import response_decoder
 from burnish.data.left_out import REFUSED, check_rendering
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
@@ -315,7 +315,9 @@ def encode_exchange(
     Strings are concatenated and followed by the end token. Both are rendered by the chat template
     if one of them is messages, or with ``config.apply_chat_template`` or ``as_chat``. The prompt's
     tokens are exactly those of :func:`burnish.data.chat.encode_prompt`. The response's tokens are
-    the sampled ones, if the row has them. ``only_last``: of several assistant messages, train only
+    the sampled ones, if the row has them; a reward model learns from what a reward reads
+    (``rewards/model/rows.py``), the row of the text, with sampled ids that have the same text.
+    ``only_last``: of several assistant messages, train only
     on the last. Raises DataError if the row cannot be encoded.
     """
     prompt, response = exchange.prompt, exchange.response
@@ -323,8 +325,48 @@ def encode_exchange(
     sampled = _sampled(tokenizer, exchange, config, as_chat=as_chat)
     if isinstance(response, str):  # an empty one that was sampled is meant
         check_text(tokenizer, response, refuse=not exchange.may_be_empty and sampled is None)
-    if sampled is not None:
+    if sampled is not None and not isinstance(config, RewardData):
         return sampled
+    exchange = replace(exchange, may_be_empty=exchange.may_be_empty or sampled is not None)
+    try:
+        row = _text_row(tokenizer, exchange, config, as_chat=as_chat, only_last=only_last)
+    except DataError:  # a reward reads the sampled ids of a text that the template cannot write
+        if sampled is None:
+            raise
+        return sampled
+    return sampled if sampled is not None and _is_written(tokenizer, sampled, row) else row
+
+
+def _is_written(tokenizer: PreTrainedTokenizerBase, sampled: EncodedRow, row: EncodedRow) -> bool:
+    """Return whether ``row`` is the row of sampled ids but for the division of its text. Around
+    special tokens some tokenizers decode other ids to the same text."""
+    special = special_tokens(tokenizer)
+    if any(id in special for id in sampled.ids[sampled.prompt_len : -1]):
+        return False
+    ids = (list(to_last_trained(each).ids) for each in (sampled, row))
+    return tokenizer.decode(next(ids)) == tokenizer.decode(next(ids))
+
+
+def to_last_trained(row: EncodedRow) -> EncodedRow:
+    """Remove the tokens after the last trained token, which is the end token.
+
+    Chat templates often add a newline after it. No sampled response contains that newline, and a
+    reward model scores the last token.
+    """
+    end = len(row.mask) - row.mask[::-1].index(True) if any(row.mask) else len(row.mask)
+    return replace(row, ids=row.ids[:end], mask=row.mask[:end])
+
+
+def _text_row(
+    tokenizer: PreTrainedTokenizerBase,
+    exchange: Exchange,
+    config: DataConfig,
+    *,
+    as_chat: bool,
+    only_last: bool,
+) -> EncodedRow:
+    """Encode a prompt and the text, or the messages, of a response."""
+    prompt, response = exchange.prompt, exchange.response
     if not as_chat:
         text, prompt_ids = encode_prompt(
             tokenizer, prompt, system_prompt=exchange.system, tools=exchange.tools

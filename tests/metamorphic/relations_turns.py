@@ -16,11 +16,13 @@ from reasoning_players import reasoning_player
 from scripted_episodes import Player, Scripted
 
 from burnish.config.generate import AllSamples
+from burnish.data.batches import load_batch
 from burnish.data.chat import encode_completion, response_text
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.forms import open_rows
 from burnish.data.prompts.generation import GenerationPrompt
+from burnish.data.rated.config import ScoresDataConfig
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.selection import select
@@ -160,6 +162,41 @@ def one_turn_is_a_row_of_a_response(draw: Draw) -> None:
         equal(found, trained(single, tokenizer, use_tokens=use_tokens), "trained row")
     read = (scored(path, player.tokenizer, other) for path in (of_episode, single))
     equal(next(read), next(read), "input of rewards")
+
+
+@relation
+def a_reward_model_learns_what_it_reads(draw: Draw) -> None:
+    """A written response, or an episode of several turns, is the same row for ``burnish rm`` as for
+    a reward of kind model, also with sampled ids that the template would not write. Exact."""
+    player = draw_player(draw)
+    start = conversation_of(draw, answered=False, plain=True)
+    prompt = player.prompt(start)
+    turns = [draw_turn(draw, player.tokenizer) for _ in range(draw.one(turns=[1, 1, 2, 3]))]
+    turns[:-1] = [Scripted(f"{turn.text.strip()}.") for turn in turns[:-1]]
+    draw.one(with_tokens=[True, False])
+    status: Any = "max_turn_tokens" if turns[-1].finish == "length" else "done"
+    is_episode = len(turns) > 1 or draw.one(episode=[True, False])
+    try:
+        if is_episode:
+            sample = player.episode(start, turns, status=status, prompt=prompt)
+        else:
+            sample = player.single(prompt, turns[0])
+    except RendererError as error:
+        raise Refused(str(error)) from error
+    unknown = player.tokenizer.unk_token_id
+    if unknown in sample.last_response[1] or (sample.text != sample.text.strip() and is_episode):
+        raise Refused("no text (unknown tokens), or outer white space, which messages lack")
+    draw.note(start=start, turns=turns, template=player.tokenizer.chat_template)
+    path = rows_of(draw, player, prompt, sample)
+    with open(path, encoding="utf-8") as file:
+        row = json.loads(file.read())
+    Path(path).write_text(json.dumps(row | {"score": 1.0}), encoding="utf-8")
+    _, read, _ = scored(path, player.tokenizer, player.tokenizer)
+    batch = load_batch(
+        ScoresDataConfig(kind="scores", sources=(path,), score_keys=("score",), max_len=4000),
+        player.tokenizer,
+    )  # type: ignore[arg-type]
+    equal(batch.tokens.tolist(), [*read[0], *read[1]], "row of the reward model")
 
 
 @relation

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_templates import published_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from burnish.config.model import ModelConfig
 from burnish.data.batches import load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.rated.config import ScoresDataConfig
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.model.config import ModelReward
 from burnish.rewards.model.reward import ModelScorer, load_model_reward, step_ends
@@ -284,3 +286,45 @@ def test_a_response_keeps_the_special_token_that_separates_its_steps(
     _, response = reward_encoder(own, policy, "rm", step_separator="<step>")(item)
     assert own.decode(response).replace(" ", "") == "a<step>bc</s>"
     assert len(step_ends(own, response, "<step>")) == 2
+
+
+def test_sampled_ids_without_an_embedding_are_not_read(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup
+) -> None:
+    """Padded vocabularies differ in size between models of one family."""
+    item = _item(make_group, "a?", "abc")
+    n, beyond = len(item.sample.response_ids), len(own) + 5
+    sampled = replace(item.sample, response_ids=(beyond,) * (n - 1) + (own.eos_token_id,))
+    head, response = reward_encoder(own, own, "rm")(replace(item, sample=sampled))
+    assert max(*head, *response) < len(own)
+    assert own.decode(response, skip_special_tokens=True) == "abc"
+
+
+def test_a_reward_model_is_trained_on_what_a_reward_reads_of_generated_rows(
+    tmp_path: Path,
+) -> None:
+    """Qwen3 answers without reasoning get an empty block; an episode is read to its last answer."""
+    tokenizer = published_tokenizer("qwen3")
+    tool_loop = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "second"},
+    ]
+    ids = [*tokenizer("hello", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    asked = [{"role": "user", "content": "seed 7"}]
+    rows = [
+        {"prompt": asked, "response": "hello", "response_tokens": ids, "finish_reason": "stop"},
+        {"prompt": asked, "messages": tool_loop, "status": "done", "turns": 2},
+    ]
+    for row, messages in zip(rows, ([*asked, {"content": "hello"}], tool_loop), strict=True):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(row | {"score": 1.0}))
+        config = ScoresDataConfig(kind="scores", sources=(str(path),), score_keys=("score",))  # type: ignore[arg-type]
+        text = tokenizer.decode(load_batch(config, tokenizer).tokens)
+        rendered = tokenizer.apply_chat_template(
+            [*messages[:-1], {"role": "assistant", "content": messages[-1]["content"]}],
+            tokenize=False,
+        )
+        assert text == rendered.rstrip("\n")
+        assert "<think>\n\n</think>" in text

@@ -33,6 +33,7 @@ from burnish.reasoning_tags import REASONING_TAGS
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
 from burnish.special_tokens import special_tokens
+from burnish.vocabulary import num_tokens
 
 log = logging.getLogger("burnish")
 
@@ -175,6 +176,7 @@ class SampledRows:
         self._forms: dict[tuple[str, bool], _Form] = {}
         self._markers = frozenset(_MARKER.findall(str(self._tokenizer.chat_template or "")))
         self._ends = end_texts(self._tokenizer).keys()
+        self._num_tokens = num_tokens(self._tokenizer)
         ids, plain = encode_prompt(self._tokenizer, _TEXT)[1], encode_piece(self._tokenizer, _TEXT)
         self._leading = ids[: len(ids) - len(plain)]
 
@@ -188,9 +190,18 @@ class SampledRows:
         try:
             return self._rows.encoded(answer)
         except DataError:  # no row that the model was trained on has such an answer
+            if not self._has_tokens(answer):
+                raise
             return answer.sampled
 
+    def _has_tokens(self, answer: _Answer) -> bool:
+        """Return whether all sampled ids are tokens. The policy can have more embeddings than its
+        tokenizer has tokens, and the reward model fewer than the policy."""
+        return max(answer.sampled[1], default=-1) < self._num_tokens
+
     def _is_as_sampled(self, answer: _Answer) -> bool:
+        if not self._has_tokens(answer):
+            return False
         if not self._ends.isdisjoint(answer.sampled[1][:-1]):
             return False  # its text has an end token, behind which nothing is trained
         without_template = self._tokenizer.chat_template is None

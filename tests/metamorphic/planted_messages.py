@@ -43,8 +43,8 @@ def nothing_is_noticed(patch: Patch) -> None:
 
 def turns_are_found_in_the_final_text(patch: Patch) -> None:
     """The prompt of a turn ends one character late."""
-    own = turns.Turn
-    patch.setattr(turns, "Turn", lambda begin, end: own(begin + 1, end))
+    own = turns.TurnSpan
+    patch.setattr(turns, "TurnSpan", lambda begin, end: own(begin + 1, end))
 
 
 def tools_stay_as_they_are(patch: Patch) -> None:

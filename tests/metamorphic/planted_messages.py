@@ -67,6 +67,12 @@ def rendered_answers_are_trained_as_they_are(patch: Patch) -> None:
     patch.setattr(Tags, "of_prompt", lambda self, prompt: (prompt, "none"))
 
 
+def text_is_written_before_calls(patch: Patch) -> None:
+    """The order of text and calls is that of the template."""
+    patch.setattr(chat, "as_rendered", list)
+    patch.setattr(left_out, "as_rendered", list)
+
+
 def cut_answers_are_whole(patch: Patch) -> None:
     """A response that was cut is rendered as if it had ended."""
     patch.setattr(turns, "_cut_turn", turns._last_turn)
@@ -88,5 +94,6 @@ PLANTED: dict[str, tuple[Any, tuple[int, ...]]] = {
         tuple(range(60)),
     ),
     "cut_answers_are_trained_as_written": (cut_answers_are_whole, tuple(range(12))),
+    "text_behind_calls_is_trained_as_written": (text_is_written_before_calls, tuple(range(24))),
     "trained_prompt": (turns_are_found_in_the_final_text, tuple(range(12))),
 }

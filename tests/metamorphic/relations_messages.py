@@ -414,6 +414,46 @@ def cut_answers_are_trained_as_written(draw: Draw) -> None:
 
 
 @relation
+def text_behind_calls_is_trained_as_written(draw: Draw) -> None:
+    """A response with text behind its calls, or with calls of which some are malformed, is trained
+    as these characters, also if results of its complete calls follow, and a prompt has them. Or it
+    is refused. Exact, without white space; complete responses whose calls the template writes in
+    another form are not compared."""
+    family = draw.one(family=["qwen3", *trl_templates()])
+    tokenizer, reader = _thinking(family, json.dumps(draw.rng.choice(_options_of(family))))
+    if not reader.reads_tool_calls:
+        raise Refused("no format of calls")
+    count = draw.one(calls=[1, 2, 3])
+    calls = [call_of("look_up", {"key": f"k{i}z"}, f"probe000{i}") for i in range(count)]
+    answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
+    if draw.one(reasons=[False, True]):
+        answer["reasoning_content"] = "whyz"
+    if draw.one(speaks=[False, True]):
+        answer["content"] = "ans"
+    question = {"role": "user", "content": "Go."}
+    ids, mask = encode_conversation(tokenizer, [question, answer], tools=CALLED)
+    begin, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    written = str(tokenizer.decode(ids[begin : end - 1]))
+    place = draw.one(behind=range(count))
+    head = written[: written.index(f"k{place}z")]
+    rest = written[len(head) :].replace(f"k{place}z", draw.one(key=["q", '"', "]{", "\n"]), 1)
+    written = head + rest + draw.one(tail=["", " bye", "\n<tool_call>", "\n\n{", "</tool_call>"])
+    sampled = [*plain_ids(tokenizer, written), ids[end - 1]]
+    message = reader.parse(sampled, CALLED, prompt_ids=ids[:begin], ended=True).message
+    draw.note(answer=answer, written=written, message=message)
+    row = [question, message]
+    results = [
+        {"role": "tool", "content": "4", "tool_call_id": made["id"], "name": "look_up"}
+        for made in message.get("tool_calls", ())
+    ]
+    if results and draw.one(goes_on=[False, True]):
+        row += [*results, {"role": "assistant", "content": "Done.", "train": False}]
+    ids, mask = encode_conversation(tokenizer, row, tools=CALLED)
+    trained = str(tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]))
+    equal(_squeezed(trained), _squeezed(str(tokenizer.decode(sampled))), "the trained text")
+
+
+@relation
 def trained_prompt(draw: Draw) -> None:
     """The ids before the first trained turn of a conversation are those of the RL prompt of the
     same history, and the text before each other one is its text. Exact; texts are compared without

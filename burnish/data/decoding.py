@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from burnish.data.byte_tokens import byte_tokens, is_inside_character
-from burnish.data.pieces import plain_ids
+from burnish.data.pieces import adds_space_behind, plain_ids
 from burnish.data.rendering import tags_of
 from burnish.reasoning_tags import Tags
 from burnish.special_tokens import special_tokens
@@ -59,6 +60,32 @@ def context_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[i
         begin -= 1
         num_shown += ids[begin] not in hidden
     return list(ids[begin:])
+
+
+def text_behind(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    decode: Decode,
+) -> str:
+    """Return the text of ``response_ids`` that the tokenizer encodes as these behind the text of
+    ``prompt_ids``, if it would make them of any text.
+
+    A space that the tokenizer itself adds behind a special token is not in the text. Example: the
+    ids ``[/INST] ▁a`` are those of ``[/INST]a`` to Llama 2's tokenizer, which decodes them as
+    ``[/INST] a``. ``decode``: as :func:`response_decoder` returns it, or with special tokens.
+    """
+    ends = [
+        i + 1
+        for i, token in enumerate(response_ids)
+        if adds_space_behind(tokenizer, token) and decode([token])
+    ]
+    first, *others = (list(response_ids[a:b]) for a, b in pairwise([0, *ends, len(response_ids)]))
+    text = decode(first)  # alone, as it is encoded behind such a token
+    if not (prompt_ids and adds_space_behind(tokenizer, prompt_ids[-1])):
+        head, both = decode(prompt_ids), decode([*prompt_ids, *first])
+        text = both[len(head) :] if both.startswith(head) else text
+    return text + "".join(map(decode, others))
 
 
 def tokens_within(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:

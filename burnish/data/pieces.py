@@ -90,6 +90,19 @@ def check_embeddings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> 
         )
 
 
+def adds_space_behind(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Return whether the tokenizer adds a space to any text behind the added token ``token``, also
+    to one that begins with a space (SentencePiece's prefix behind a special token)."""
+    contexts = _contexts_of(tokenizer)
+    if token not in contexts.added:
+        return False
+    if token not in contexts.spaces:
+        ids, spaced = (encode_piece(tokenizer, text, after=(token,)) for text in ("a", " a"))
+        head, both = tokenizer.decode([token]), tokenizer.decode([token, *ids])
+        contexts.spaces[token] = ids != spaced and both == f"{head} a"
+    return contexts.spaces[token]
+
+
 @dataclass
 class _Contexts:
     """Contexts in which a tokenizer encodes a text differently than alone."""
@@ -102,6 +115,8 @@ class _Contexts:
     """Added token -> text behind it."""
     heads: dict[tuple[str, bool], list[int]] = field(default_factory=dict)
     """(neighbor, literal) -> its ids; empty if it is of no use."""
+    spaces: dict[int, bool] = field(default_factory=dict)
+    """Added token -> whether text behind it gets a space of the tokenizer's own."""
 
 
 _contexts: WeakKeyDictionary[PreTrainedTokenizerBase, _Contexts] = WeakKeyDictionary()

@@ -4,10 +4,11 @@ OpenRLHF sends them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.chat import response_text
+from burnish.data.decoding import response_decoder, text_behind
 from burnish.rewards.base import RewardError, RewardInput
 
 _PROMPT_END = 64  # characters or tokens
@@ -19,12 +20,10 @@ def text_before(item: RewardInput, tokenizer: PreTrainedTokenizerBase) -> str:
     if item.sample.episode is None:
         return prompt.text
     known, begin = prompt.token_ids, len(prompt.token_ids)
+    decode = partial(_decoded, tokenizer)
     if ids[:begin] != known:
-        return _decoded(tokenizer, ids)
-    head, both = _decoded(tokenizer, known), _decoded(tokenizer, ids)
-    return prompt.text + (
-        both[len(head) :] if both.startswith(head) else _decoded(tokenizer, ids[begin:])
-    )
+        return text_behind(tokenizer, (), ids, decode)
+    return prompt.text + text_behind(tokenizer, known, ids[begin:], decode)
 
 
 def prompt_end(item: RewardInput, tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -42,21 +41,21 @@ def prompt_and_query(
     """Return the texts of the prompt, and of prompt + response, which starts with the former.
 
     With ``special_tokens`` and a tokenizer, the response includes its special tokens. It is decoded
-    together with the prompt, because decoded alone it could lose a leading space. Of an episode,
+    behind the prompt (:func:`burnish.data.decoding.text_behind`), because decoded alone it could
+    lose a leading space, and a server that tokenizes both gets the policy's tokens. Of an episode,
     the response is its last one, and the prompt all that the policy read before it. Raises
     RewardError for an episode without a tokenizer.
     """
     sample = item.sample
-    if sample.episode is None and not (special_tokens and tokenizer):
-        return item.prompt.text, item.prompt.text + sample.text
     if tokenizer is None:
-        raise RewardError("texts of episodes need the policy's tokenizer; pass it to RemoteScorer")
+        if sample.episode is not None:
+            raise RewardError(
+                "texts of episodes need the policy's tokenizer; pass it to RemoteScorer"
+            )
+        return item.prompt.text, item.prompt.text + sample.text
     prompt, (prompt_ids, response_ids) = text_before(item, tokenizer), sample.last_response
-    if not special_tokens:
-        return prompt, prompt + response_text(tokenizer, prompt_ids, response_ids)
-    head, both = _decoded(tokenizer, prompt_ids), _decoded(tokenizer, prompt_ids + response_ids)
-    tail = both[len(head) :] if both.startswith(head) else _decoded(tokenizer, response_ids)
-    return prompt, prompt + tail
+    decode = partial(_decoded, tokenizer) if special_tokens else response_decoder(tokenizer)
+    return prompt, prompt + text_behind(tokenizer, prompt_ids, response_ids, decode)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from chat_templates import PUBLISHED, published_tokenizer
 from pydantic import ValidationError
 
 from burnish.config import ConfigError, load_config
 from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.data.chat import encode_completion, encode_prompt
 from burnish.models.load import load_tokenizer
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.build import build_rewards
@@ -20,8 +23,10 @@ from burnish.rewards.remote.config import RemoteReward
 from burnish.rewards.remote.reward import RemoteScorer
 from burnish.rewards.reward_set import RewardSet
 from burnish.rewards.texts import prompt_and_query
+from burnish.serve.base import ServeOptions
+from burnish.serve.scorer import TextScorer
 from burnish.transcript import Episode
-from burnish.types import Group
+from burnish.types import Group, Sample
 
 MakeGroup = Callable[..., Group]
 Serve = Callable[..., Any]
@@ -110,6 +115,39 @@ def test_the_query_of_an_episode_is_its_conversation(
     for special, response in ((True, f"5{end}"), (False, "5")):
         query = prompt_and_query(item, tokenizer, special_tokens=special)
         assert query == (f"1+2={end}3{end}4", f"1+2={end}3{end}4{response}")
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("is_episode", [False, True])
+def test_a_server_with_the_tokenizer_of_the_policy_reads_the_sampled_tokens(
+    family: str, is_episode: bool, make_group: MakeGroup
+) -> None:
+    """Also behind special tokens and between them, where tokenizers of the SentencePiece form
+    (mistral, gemma) add a space that is not in the text. The tokens are those that the tokenizer
+    makes of the responses."""
+    tokenizer, group = published_tokenizer(family), make_group(0, ["3"])
+    encode = TextScorer(cast(Any, None), tokenizer, ServeOptions(), max_len=4096).encode
+    end, inner = str(tokenizer.eos_token), PUBLISHED[family][0][0]
+    responses = ["hello", " hello", "  hello", "a b", f"a {end}", f"a{inner} b", "ends ", "<b>x"]
+    chat: list[Any] = [{"role": "user", "content": "Hi 2+2"}]
+    turns = [*chat, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c "}]
+    for messages in (chat, turns, "Q: 2+2?\nA:", "Q: ", "\nhello", f"{end}Q"):
+        text, head = encode_prompt(tokenizer, messages)
+        for response, ended in itertools.product(responses, (True, False)):
+            ids, _ = encode_completion(tokenizer, head, response, prompt=text, add_eos=ended)
+            sample, prompt = _sampled(group.samples[0], head, ids[len(head) :]), group.prompt
+            if is_episode:  # whose prompt is no prefix of the row, so that it is decoded
+                sample = replace(sample, episode=Episode("done", tuple(chat)))
+            else:
+                prompt = replace(prompt, token_ids=tuple(head), text=text)
+            before, query = prompt_and_query(RewardInput(prompt, sample), tokenizer)
+            assert list(encode(query, before).ids) == ids, (messages, response, query)
+
+
+def _sampled(sample: Sample, prompt_ids: list[int], response_ids: list[int]) -> Sample:
+    mask = (True,) * len(response_ids)
+    ids = {"prompt_ids": tuple(prompt_ids), "response_ids": tuple(response_ids)}
+    return replace(sample, **ids, action_mask=mask, turns=())
 
 
 def test_items_are_sent_in_batches_and_the_order_is_kept(

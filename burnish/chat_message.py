@@ -8,7 +8,7 @@ value is absent. Other keys are passed on unchanged. A tool call is ``{"id": ...
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from burnish.errors import BurnishError
@@ -218,8 +218,34 @@ def _with_calls_in_text(message: Message) -> dict[str, Any]:
             "an answer has text behind its tool calls, in an order that the chat template cannot "
             "write; use the row's token ids (data.use_tokens), or drop the row"
         )
+    if not all(_occurs(part, text) for part in _leaves(message)):
+        raise MessageError(
+            f"{CALLS_IN_TEXT} is not the text of an answer's content and tool calls, which were "
+            f"edited; remove {CALLS_IN_TEXT} from the message"
+        )
     rest = {k: v for k, v in message.items() if k not in ("tool_calls", CALLS_IN_TEXT)}
     return {**rest, "content": text}
+
+
+def _leaves(message: Message) -> Iterator[str]:
+    """Yield the content of an answer, and the names and values of its calls."""
+    yield message["content"]
+    values: list[Any] = [call["function"] for call in message.get("tool_calls", ())]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, str):
+            yield value
+
+
+def _occurs(part: str, text: str) -> bool:
+    """Return whether the ASCII letters and digits of ``part`` occur in ``text``, in order. Parsing
+    changes white space and escapes."""
+    characters = iter(text)
+    return all(c in characters for c in part if c.isascii() and c.isalnum())
 
 
 def with_cut_end(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from burnish.chat_message import (
     is_blank,
     text_of,
     trained_flag,
+    with_calls_in_text,
 )
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import open_rows
@@ -191,3 +192,17 @@ def test_a_null_argument_survives_if_the_file_can_tell(tmp_path: Path) -> None:
 def test_an_error_names_the_message() -> None:
     with pytest.raises(DataError, match=r"message 1 \(user\): part 0"):
         as_messages([USER, {"role": "user", "content": [{"type": "image_url"}]}])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"content": "a c"}, {"tool_calls": [{"function": {"name": "f", "arguments": {"x": "w"}}}]}],
+)
+def test_an_edited_answer_is_not_rendered_as_it_was_sampled(edit: dict[str, Any]) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": "h\u00e9\n"}}}
+    text = 'a <t>{"name":"f","arguments":{"x":"h\\u00e9\\n"}}</t> b'
+    message = {"role": "assistant", "content": "a b", "tool_calls": [call]}
+    message["content_with_calls"] = text
+    assert with_calls_in_text([message]) == [{"role": "assistant", "content": text}]
+    with pytest.raises(MessageError, match="edited; remove content_with_calls"):
+        with_calls_in_text([message | edit])

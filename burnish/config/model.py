@@ -299,8 +299,8 @@ def lora_advice(model: ModelConfig, *, holds_reference: bool = False) -> Iterato
     if holds_reference and model.lora is not None and model.lora.path is not None:
         yield (
             f"the reference is the base without the adapter model.lora.path={model.lora.path}, not "
-            "the policy at the start; to measure against the adapter, merge it into its base and "
-            "set reference.model.path to the result"
+            "the policy at the start; to measure against the adapter, set reference.model to the "
+            "same path and lora.path, which loads the base a second time"
         )
     if model.lora is not None and model.lora.lora_dropout:
         yield (

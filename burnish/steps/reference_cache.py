@@ -170,7 +170,7 @@ def load(  # house: ok the identity of the cache
     if metadata.get("model") != _as_json(model):
         why = "was computed with another model"
     elif other_weights and not begun:
-        why = f"was computed with weights that {describe(model)} no longer contains"
+        why = f"was computed with weights that {_described(model)} no longer contains"
     elif metadata.get("dtype") != dtype:
         why = f"was computed in {metadata.get('dtype', 'an unknown dtype')} instead of {dtype}"
     elif metadata.get("keys", _KEYS[False]) != _KEYS[by_batch]:
@@ -186,14 +186,14 @@ def load(  # house: ok the identity of the cache
             log.warning(
                 "the weights in %s changed after the start of this run; the reference log-probs "
                 "computed at the start are kept (%s)",
-                *(describe(model), path),
+                *(_described(model), path),
             )
         return cache
     if other_weights and begun and metadata.get("model") == _as_json(model):
         raise RunError(
             f"{path} {why}, so the reference log-probs must be computed again, but the weights in "
-            f"{describe(model)} changed after the start of this run; restore the weights, or what "
-            "changed in the recipe or the data, or start a new run"
+            f"{_described(model)} changed after the start of this run; restore the weights, or "
+            "what changed in the recipe or the data, or start a new run"
         )
     log.warning("%s %s; the reference log-probs are computed again", path, why)
     return None
@@ -201,3 +201,9 @@ def load(  # house: ok the identity of the cache
 
 def _as_json(model: ModelConfig) -> str:
     return json.dumps(model.model_dump(mode="json"), sort_keys=True)
+
+
+def _described(model: ModelConfig) -> str:
+    """Return the names of the folders whose weights are compared."""
+    adapter = None if model.lora is None else model.lora.path
+    return describe(model) if adapter is None else f"{describe(model)} and its adapter {adapter}"

@@ -607,6 +607,43 @@ IN_PARENTHESES = [
     ("Paris", "It isn't Paris.", False),
 ]
 
+CHOICES_WITH_THEIR_TEXT = [
+    *(
+        (label, text, True)
+        for label, text in (
+            *(("A", "A. 5 apples"), ("A", "(A) 5 apples"), ("A", "A) 5 apples"), ("B", "B. False")),
+            *(("A", "**A. 5 apples**"), ("A", "**A.** 5 apples"), ("B", "Option B. 12 km")),
+            *(("B", "Answer: B. 12 km"), ("B", "The correct choice is **(B)** 12 km.")),
+            ("B", "So the correct choice is option B: 12 km"),
+            ("B", "It is 3 + 9 = 12 km.\n\n(B) 12 km"),
+            ("B", "A. 5\nB. 12 km\nC. 3\n\nIt is 12 km.\n(B) 12 km."),
+            *(("A", "A. Not enough information"), ("B", "(B) is correct."), ("C", "C) A and B")),
+            *(("D", "D. All of the above"), ("B", r"$\textbf{(B)}$ 12 km")),
+        )
+    ),
+    *(
+        (label, text, False)
+        for label, text in (
+            *(
+                ("A", "A cat sat."),
+                ("A", "A 5 apples"),
+                ("A", "A: 5 apples"),
+                ("A", "A. M. Turing"),
+            ),
+            *(("A", "A. B. C. are wrong"), ("A", "(A) is wrong."), ("A", "A. 5 apples is wrong.")),
+            *(("B", "A. 5 apples\nB. 6 apples"), ("D", "A. 1\n\nB. 2\n\nC. 3\n\nD. 4")),
+            *(("D", "A. 1: too small\nBecause 2 > 1.\nD. 4"), ("A", "A. 1  B. 2  C. 3")),
+            *(
+                ("A", "(A) 1; (B) 2"),
+                ("A", "A. 1, B. 2"),
+                ("I", "I think so"),
+                ("A", "A, 5 apples"),
+            ),
+            *(("A", "B. 5 apples"), ("A", "(A) or (B) 5 apples"), ("A", "It is not A. 5 apples")),
+        )
+    ),
+]
+
 KNOWN_DISAGREEMENTS = [
     ("128 , 64", r"\boxed{64,128}", True),  # reads as the number 64128
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
@@ -620,5 +657,5 @@ PAIRS: list[tuple[Any, str, bool]] = [
     *GSM8K, *SEVERAL_ANSWERS, *FIGURES, *FULL_STOPS,
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
-    *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *KNOWN_DISAGREEMENTS,
+    *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *CHOICES_WITH_THEIR_TEXT, *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

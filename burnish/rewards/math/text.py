@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.labels import LabelError
+from burnish.rewards.math.choices import CHOICE, chosen, concluded_choice
 from burnish.rewards.math.figures import Figure, read_figure
 from burnish.rewards.math.markup import MARKS, with_signs, without_quotes
 from burnish.rewards.math.quantities import (
@@ -85,16 +86,6 @@ _MARKS = 20
 """Only this many of the last occurrences of "answer is" are examined."""
 _SIGNS = "".join(VULGAR)  # (\w does not match them)
 _CAPITAL = Pattern(r"[A-J]")
-_CHOICE = Form(r"[a-j]")
-_CHOSEN = Form(
-    r"(?:(?:option|choice) )?\(?(?P<letter>[a-j])(?:$|(?P<mark>[).:,])(?P<text>.*))", DOTALL
-)
-_JOINED = Form(  # another choice after "A, " or "A) or "; "a" may be an article, "d = 5" is a text
-    r"\s*+(?:(?:[,;/&]|(?:and|or)\b)\s*+)*+(?:(?:option|choice) )?\(?"
-    r"(?:[b-hj](?!\w|'| ?[=+*^/<>-])|[ai](?=$|[),.;/]| (?:and|or)\b))"
-)
-_MARKED = Form(r"\s*+(?:(?:option|choice) )?\(?[a-j][).]")
-_CONNECTED = Form(r"\s*+(?:[,;/&]|(?:and|or)\b)")
 _IS_ALTERNATIVE = Pattern(  # quotes are removed: "isnt"
     r"(?:\b(?:not|nor|neither|or|and|than|(?:is|are|was|were|do|does|did|can?|could|would)nt)"
     r"|n't|[/&])\s?\(?$"
@@ -290,7 +281,7 @@ def _is_words(text: str, words: str) -> bool:
     Language is a choice (``C``, ``(C)``), ``\\text``, a clock time, or words that are not names of
     functions.
     """
-    if _CHOICE.fullmatch(words.lower()) and _CAPITAL.search(text):
+    if CHOICE.fullmatch(words.lower()) and _CAPITAL.search(text):
         return True
     if _CLOCK.fullmatch(words):
         return True
@@ -404,12 +395,14 @@ def _claims_others(sentence: str, label: Label) -> bool:
 
 
 def _same_words(label: str, text: str, answer: Answer | None) -> bool:
+    if answer is None and CHOICE.fullmatch(label) and concluded_choice(text) == label:
+        return True
     if answer is None:  # nothing is marked: compare the words at the end
         answer_words = _without_last_parentheses(_words(text.strip().rpartition("\n")[2]), label)
         return answer_words == label or _ends_with(answer_words, label)
     answer_words = _words(answer.text)
-    if _CHOICE.fullmatch(label):
-        return _choice(answer_words) == label
+    if CHOICE.fullmatch(label):
+        return chosen(answer_words) == label
     return answer_words == label or (_ends_with(answer_words, label) and not answer.firm)
 
 
@@ -423,7 +416,7 @@ def _without_last_parentheses(answer_words: str, label: str) -> str:
     >>> _without_last_parentheses("lyon (paris)", "paris"), _without_last_parentheses("b (a)", "a")
     ('lyon (paris)', 'b (a)')
     """
-    is_choice = _CHOICE.fullmatch(label) is not None
+    is_choice = CHOICE.fullmatch(label) is not None
     if is_choice and answer_words == f"{label})":
         return label
     before = answer_words.removesuffix(f" ({label})")
@@ -453,26 +446,7 @@ def _ends_with(answer_words: str, label: str) -> bool:
     before = answer_words.removesuffix(" " + label)
     if before == answer_words or _IS_ALTERNATIVE.search(before):
         return False
-    return not (_CHOICE.fullmatch(label) and _IS_LISTED.search(before))
-
-
-def _choice(answer_words: str) -> str | None:
-    """Return the letter of a choice, possibly followed by its text, or None if the answer is none,
-    or a list of several.
-
-    >>> _choice("c) 12"), _choice("c"), _choice("a, b, c or d"), _choice("d) a and b")
-    ('c', 'c', None, 'd')
-    """
-    match = _CHOSEN.match(answer_words.lstrip("("))
-    if match is None or match["mark"] is None:
-        return match and str(match["letter"])
-    mark, text = match["mark"], match["text"]
-    is_list = _MARKED.match(text) is not None
-    if mark == "," or _CONNECTED.match(text):
-        is_list = is_list or _JOINED.match(text) is not None
-    if mark == ".":
-        is_list = is_list or _CHOICE.fullmatch(text.strip(" ()")) is not None
-    return None if is_list else str(match["letter"])
+    return not (CHOICE.fullmatch(label) and _IS_LISTED.search(before))
 
 
 def _words(text: str) -> str:

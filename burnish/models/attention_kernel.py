@@ -62,7 +62,7 @@ class Choice:
     def sentence(self) -> str:
         """The choice for logs and the run folder."""
         if self.kernel == "sdpa":
-            reason = f", because {self.reason}" if self.reason else ""
+            reason = f" instead of FlashAttention: {self.reason}" if self.reason else ""
             return f"torch's scaled-dot-product attention{reason}"
         title = "FlashAttention" if self.newer is None else TITLES[self.newer]
         own = f" by torch's own kernels, because {self.newer_problem}" if self.newer_problem else ""

@@ -14,6 +14,7 @@ from burnish.config.arithmetic import batch_table
 from burnish.config.job import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups, total_text
 from burnish.config.roles import JobSpec, RolloutRole
+from burnish.models.flash_versions import TITLES, is_installed, newer_for
 from burnish.plan.hardware import Hardware
 from burnish.plan.memory_plan import PHASES, Peak, Plan, PlanRow
 from burnish.plan.model_state import Item, total
@@ -359,6 +360,12 @@ def _assumptions(
             f"attention uses the kernels of torch {major}.{minor} (installed here) for this GPU; "
             "if no fused kernel supports a format or head size, the attention scores are counted"
         )
+        newer = newer_for(hardware.kernels)
+        if newer is not None and is_installed(newer):
+            yield (
+                f"the time assumes that {TITLES[newer]} (installed here) computes FlashAttention's "
+                "calls; a run tries it on the GPU first"
+            )
     if any(role.train.compile == "layers" for role in job.train_roles):
         yield (
             "compiled layers (train.compile): the memory is planned as if they were not, an upper "

@@ -11,9 +11,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+import burnish.models.flash as flash
 from burnish.config.model import Dtype, ModelConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
+from burnish.models.flash_reference import on_cpu
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.load import load_causal_lm
 from burnish.rollout.base import Completion, Request, Sampling
@@ -366,3 +368,34 @@ def test_row_by_row_no_response_is_in_progress_at_an_update(
     engine.weights_changed(1, keep_cache=True)
     (second,) = engine.poll()
     assert (set(first.versions), set(second.versions)) == ({0}, {1})
+
+
+def test_prefills_by_flash_attention_equal_those_of_sdpa(
+    lively_model: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU; here by plain matmuls, which are not batch invariant."""
+    config = LocalEngine(batch_invariant=False)
+    requests = requests_for(PROMPTS, n=2)
+    plain = LocalRolloutEngine(lively_model, tiny_tokenizer, config)
+    assert plain.network.flash is None
+    expected = by_sample(list(plain.generate(requests, GREEDY)))
+    calls: list[int] = []
+    forward = flash._Part.forward
+
+    def counted(part: Any, qkv: Any, scale: float) -> Any:
+        calls.append(len(qkv[0]))
+        return forward(part, qkv, scale)
+
+    monkeypatch.setattr(flash._Part, "forward", counted)
+    with on_cpu():
+        ours = LocalRolloutEngine(lively_model, tiny_tokenizer, config)
+        assert ours.network.flash is not None
+        results = by_sample(list(ours.generate(requests, GREEDY)))
+        assert LocalRolloutEngine(lively_model, tiny_tokenizer, LocalEngine()).network.flash is None
+    assert calls and sum(calls) == lively_model.config.num_hidden_layers * sum(map(len, PROMPTS))
+    for key, sample in expected.items():
+        assert results[key].token_ids == sample.token_ids
+        # (sums in another order)
+        assert results[key].logprobs == pytest.approx(sample.logprobs, abs=1e-5)

@@ -12,6 +12,7 @@ from burnish.config.job import JobConfig
 from burnish.config.model import Dtype
 from burnish.config.roles import RolloutRole
 from burnish.config.train import TrainConfig
+from burnish.models.attention_kernel import Use, choose_kernel
 from burnish.plan.activations import Pass
 from burnish.plan.engine_profile import Suggestion
 from burnish.plan.hardware import Hardware
@@ -52,7 +53,9 @@ def role_memory(
     prompt = demand.prompt if role.episodes is None else demand.longest - 1  # of the last turn
     count = max(1, min(slots, engine.max_prefill_tokens // prompt))
     rows = uniform_rows(count, prompt + 1, prompt, group=1)
-    work = Pass(rows, dtype=dtype, train=False, kernels=context.hardware.kernels)
+    kernels = context.hardware.kernels
+    flash = gpu and choose_kernel("auto", shape.config, Use(dtype, kernels)).kernel == "flash"
+    work = Pass(rows, dtype=dtype, train=False, kernels=kernels, flash=flash)
     setup = EngineSetup(
         shape=shape,
         train=TrainConfig(train_batch_size=1),

@@ -17,9 +17,10 @@ every weight, which takes as long as the matmuls.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,14 +28,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from burnish.errors import BurnishError
-from burnish.models.attention import NO_MASK
+from burnish.models.attention import NO_MASK, takes_plans
+from burnish.models.attention_kernel import Use, choose_kernel
 from burnish.models.cache_attention import KVCache, full_vectors, least_rows
+from burnish.models.flash import FlashSwitch
 from burnish.models.half_linear import WideLinear
+from burnish.models.load import DTYPES
 from burnish.models.logit_scaling import logit_scaling
 from burnish.models.paths import ModelError
+from burnish.models.sdpa import kernels_of
 from burnish.oom import free_memory
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.decode_graphs import DecodeGraphs
+
+log = logging.getLogger("burnish")
 
 
 class CacheTooLargeError(BurnishError, MemoryError):
@@ -63,6 +70,8 @@ class LocalModel:
         """True if the forward passes are batch invariant."""
         self.keeps_conversations = self.device.type == "cpu"
         """True if a prefill can continue keys and values that are in the cache."""
+        self.flash = None if self.stable else _prefill_switch(model, self.device)
+        """Switch of FlashAttention for prefills, if they use it."""
         self._padded: dict[tuple[int, int], int] = {}
         """(number of threads, rows) -> result of :meth:`padded`."""
         self._wide: list[Fp32Layer] | None = None
@@ -182,6 +191,22 @@ class LocalModel:
             "Either training diverged (use a lower train.lr), or the dtype has too little range "
             "(precision.dtype)"
         )
+
+
+def _prefill_switch(model: PreTrainedModel, device: torch.device) -> FlashSwitch | None:
+    """Return the switch of torch's own FlashAttention for prefills of ``model``; None if it cannot
+    compute them. (Newer kernels are registered for passes of train engines only.)"""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    dtype = names.get(model.get_output_embeddings().weight.dtype)
+    if dtype is None:
+        return None
+    layout = "packed" if takes_plans(model) else "padded"
+    use = Use(dtype, kernels_of(device), layout=layout, device=device)
+    choice = choose_kernel("auto", model.config, use)
+    if choice.kernel == "sdpa":
+        return None
+    log.info("local engine: prefill by %s", replace(choice, newer=None, newer_problem="").sentence)
+    return FlashSwitch(may_fall_back=True)
 
 
 def _obstacle(model: PreTrainedModel, layers: Sequence[nn.Linear]) -> str | None:

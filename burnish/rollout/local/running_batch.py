@@ -293,7 +293,7 @@ class RunningBatch:
         if not self.network.stable and not any(cached):
             segments = [Segment(e.q_start, e.q_len) for e in extensions]
             plan = replace(
-                plan_segments(segments, positions.to(device)),
+                plan_segments(segments, positions.to(device), flash=self.network.flash),
                 cache=self.cache,
                 cache_source=plan.source.to(device),
                 cache_slot=plan.slots.to(device),

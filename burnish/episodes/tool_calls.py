@@ -118,7 +118,7 @@ def read_call(value: Any) -> tuple[str, dict[str, Any], str] | str:
     except ValueError:
         return "has a number in its arguments that is not finite, which JSON does not have"
     call_id = value.get("id")
-    return name.strip(), dict(arguments), call_id if isinstance(call_id, str) else ""
+    return name, dict(arguments), call_id if isinstance(call_id, str) else ""
 
 
 def _is_deep(value: Any) -> bool:

@@ -179,7 +179,9 @@ def _file_digest(path: Path) -> str:
 
 def check_weights_of_run(config: TrainingJob, run_dir: Path) -> None:
     """Raise RunError if the models' folders contain other weights than at the start of the run in
-    ``run_dir``. This compares with its newest readable checkpoint, before any model is loaded."""
+    ``run_dir``, or none. This compares with its newest readable checkpoint, before any model is
+    loaded."""
+    _check_weights_exist(config, run_dir)
     folder = run_dir / "checkpoints"
     for checkpoint in reversed(CheckpointStore(folder, keep_last=1, best_mode="max").all()):
         try:
@@ -188,6 +190,38 @@ def check_weights_of_run(config: TrainingJob, run_dir: Path) -> None:
             continue
         _compared(config, run_dir, saved)
         return
+
+
+def _check_weights_exist(config: TrainingJob, run_dir: Path) -> None:
+    """Raise RunError if a folder on this machine has no weights of a trained model, into which the
+    checkpoint is loaded. Folders that a frozen role reads are left to the loader."""
+    roles = config.resolve().train_roles
+    again = [role.model_read_on_resume for role in roles]
+    read_again = {folder for model in again if model for folder in _weight_folders(model)}
+    has_checkpoint = any(run_dir.glob("checkpoints/*/manifest.json"))
+    for role in roles if has_checkpoint else ():
+        for folder in _weight_folders(role.model) if role.trainable else ():
+            if folder in read_again or not folder.is_dir() or any(folder.glob("*.safetensors")):
+                continue
+            fix = "restore the files (their values do not matter)"
+            if role.kind == "policy":
+                lora = " --lora adapter" if role.model.lora else ""
+                fix += (
+                    f", or write those of the checkpoint (burnish export {run_dir}{lora} --out "
+                    f"DIR) and move DIR/*.safetensors* to {folder}"
+                )
+            raise RunError(
+                f"{folder} has no weights. A resumed run loads the {role.kind} with them before it "
+                f"loads the checkpoint, which has newer ones; {fix}"
+            )
+
+
+def _weight_folders(model: ModelConfig) -> Iterator[Path]:
+    """Yield the folders with safetensors weights that a model names: its own, and its adapter's."""
+    if model.path is not None and model.gguf_file is None:
+        yield Path(model.path)
+    if model.lora is not None and model.lora.path is not None:
+        yield Path(model.lora.path)
 
 
 def weights_record(config: TrainingJob, run_dir: Path, checkpoint: Path | None) -> WeightsRecord:

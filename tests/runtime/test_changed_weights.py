@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -267,6 +267,33 @@ def test_weights_that_checkpoints_contain_may_be_replaced(
     replace_weights(folders[replaced])
     start(make(job, keys, 2), resume=run_dir)
     assert [line["step"] for line in read_metrics(run_dir) if line["step"]] == [1, 2]
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_deleted_weights_that_checkpoints_contain_can_be_those_of_an_export(
+    make: MakeConfig, folders: dict[str, str], tmp_path: Path, is_adapter: bool
+) -> None:
+    """The resumed run gives the metrics of one whose folder kept its weights."""
+    keys: dict[str, Any] = {"model": {"path": "$policy"}}
+    folder, form = Path(folders["policy"]), "merge"
+    if is_adapter:
+        first = start(make("sft", {"run_dir": str(tmp_path / "first"), "model": {
+            "path": "$policy", "lora": LORA}}))  # fmt: skip
+        folder, form = burnish.export(first, tmp_path / "adapter", lora="adapter"), "adapter"
+        keys["model"]["lora"] = {"path": str(folder)}
+    run_dir = start(make("sft", keys))
+    shutil.copytree(run_dir, tmp_path / "copy")
+    start(make("sft", {**keys, "run_dir": str(tmp_path / "copy")}, 2), resume=tmp_path / "copy")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(RunError, match="burnish export"):
+        start(make("sft", keys, 2), resume=run_dir)
+    burnish.export(run_dir, tmp_path / "out", lora=cast(Any, form))
+    for file in (tmp_path / "out").glob("*.safetensors*"):
+        shutil.move(file, folder)
+    start(make("sft", keys, 2), resume=run_dir)
+    losses = [[m["train/loss"] for m in read_metrics(d)] for d in (run_dir, tmp_path / "copy")]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
 
 
 def test_a_moved_folder_is_compared_by_content_and_another_frozen_model_may_be_chosen(

@@ -101,6 +101,8 @@ def _single_changes(config: JobConfig, hardware: Hardware) -> Iterator[list[str]
             yield ["train.layout=shared_prefix"]
         if train.attention == "sdpa":
             yield ["train.attention=auto"]
+        if train.deterministic:
+            yield ["train.deterministic=false"]
     if config.cluster.offload_between_phases:
         yield ["cluster.offload_between_phases=[]"]
     if job.rollout is not None:

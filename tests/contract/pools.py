@@ -30,7 +30,7 @@ from burnish.config.cluster import ClusterConfig
 from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.placement import placement_groups_for
 from burnish.config.roles import TrainRole
-from burnish.config.train import TrainConfig
+from burnish.config.train import Checkpointing, TrainConfig
 from burnish.distributed.process_group import CollectiveTimeouts, RankGroup
 from burnish.models.load import load_tokenizer
 from burnish.observe.timeline import Timeline
@@ -75,6 +75,8 @@ class Kind:
     """``train.engine``."""
     attention: str = "sdpa"
     """``train.attention``."""
+    gradient_checkpointing: Checkpointing = False
+    """``train.gradient_checkpointing``."""
 
     def spec(self, wanted: Wanted) -> EngineSpec:
         return EngineSpec(
@@ -86,6 +88,7 @@ class Kind:
                     engine=self.engine,
                     optimizer=AdamW(eps=1e-6),
                     attention=self.attention,
+                    gradient_checkpointing=self.gradient_checkpointing,
                 ),
                 MODEL,
                 precision=wanted.precision,
@@ -107,7 +110,9 @@ FULL = {"sharding": "full"}
 KINDS: dict[str, Kind] = {
     "torch": Kind(),
     "torch, flash": Kind(attention="flash"),
+    "torch, selective": Kind(attention="flash", gradient_checkpointing="selective"),
     "FSDP2, 1 rank": Kind(engine=FULL),
+    "FSDP2, 1 rank, flash": Kind(engine=FULL, attention="flash"),
     **{f"ZeRO-{n}, 1 rank": Kind(engine=zero(n)) for n in range(4)},
     "torch, 2 ranks": Kind("processes", 2),
     "FSDP2, 2 ranks": Kind("processes", 2, FULL),

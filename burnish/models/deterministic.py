@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from burnish.config.model import Dtype
 from burnish.models.attention import ATTENTION_NAME, NO_MASK, plan_segments
 from burnish.models.family_check import failure_text
+from burnish.models.load import DTYPES
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.paths import ModelError
 from burnish.models.segments import Segment
@@ -60,30 +62,32 @@ class DeterministicSupport:
     """Why passes of this model do not have equal bits; empty if they do."""
 
 
-def check_deterministic(config: PretrainedConfig | None, device: torch.device) -> None:
+def check_deterministic(
+    config: PretrainedConfig | None, device: torch.device, dtype: Dtype = "fp32"
+) -> None:
     """Prepare the process for deterministic kernels. Raise ModelError if an operation of the model
-    (None: unknown) has none on ``device``."""
+    (None: unknown) has none on ``device`` in ``dtype``."""
     os.environ.setdefault(WORKSPACE, ":4096:8")  # read by cuBLAS at its first product
     if config is None:
         return
     trust = runs_own_code(config)
     packed = model_support(config, trust=trust).packed
     tiny = below_rope_border(shrink(config))
-    run = functools.partial(_try, tiny, device, packed=packed, trust=trust)
-    # Results of a GPU are not cached for other machines.
-    on_cpu = device.type == "cpu"
+    on_cpu = device.type == "cpu"  # (results of a GPU are not cached: others may use the cache)
+    number_format = torch.float32 if on_cpu else DTYPES[dtype]
+    run = functools.partial(_try, tiny, device, number_format, packed=packed, trust=trust)
     result = cached_result(DeterministicSupport, tiny, run, trust=trust) if on_cpu else run()
     if result.refusal:
         raise ModelError(f"train.deterministic=true: {result.refusal}; {WAY_OUT}")
 
 
 def _try(
-    tiny: PretrainedConfig, device: torch.device, *, packed: bool, trust: bool
+    tiny: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, packed: bool, trust: bool
 ) -> DeterministicSupport:
     model: Any = build(tiny, trust=trust)
     if packed:
         model.set_attn_implementation(ATTENTION_NAME)
-    model.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    model.to(device, dtype)
     try:
         with torch.enable_grad(), deterministic_kernels(True):
             first, second = (_pass(model, packed=packed) for _ in range(2))
@@ -109,7 +113,7 @@ def _pass(model: Any, *, packed: bool) -> list[Tensor]:
         inputs = {
             "input_ids": ids[None],
             "position_ids": positions[None],
-            "attention_mask": NO_MASK,
+            "attention_mask": NO_MASK.to(device),
             "plan": plan_segments([Segment(0, 8), Segment(8, 8)], positions),
         }
     model.zero_grad()

@@ -57,7 +57,7 @@ def load_engine(
         config = random or hf_config(role.model)
         check_compile(config, device)
     if role.train.deterministic:
-        check_deterministic(random or hf_config(role.model), device)
+        check_deterministic(random or hf_config(role.model), device, role.precision.dtype)
     if role.trainable and role.train.gradient_checkpointing == "selective":
         check_selective(random or hf_config(role.model))
     # Trained weights become the unrounded masters.

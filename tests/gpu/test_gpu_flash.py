@@ -14,13 +14,17 @@ from burnish.config.model import ModelConfig, PrecisionConfig, ScratchConfig
 from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.attention import packed_attention, plan_segments
+from burnish.models.attention_kernel import try_newer
 from burnish.models.cache_attention import Options
 from burnish.models.flash import FlashSwitch, schema_problem
 from burnish.models.flash_merge import merge_by_torch, triton_merge
+from burnish.models.flash_versions import activation_problem, newer_for, select
 from burnish.models.load import load_causal_lm
+from burnish.models.sdpa import kernels_of
 from burnish.models.segments import Segment
 from burnish.steps.objectives import sft_objective
 from burnish.train.batching import Layout
+from burnish.train.engines import load_engine
 from burnish.train.row_layout import RowSize, place_rows, segments_of
 from burnish.train.spec import EngineSpec
 from burnish.train.torch.engine import TorchTrainEngine
@@ -146,3 +150,38 @@ def test_two_passes_have_equal_bits_with_deterministic_algorithms() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def trained(*, deterministic: bool) -> list[Tensor]:
+    """Weights after two steps of an engine on the device."""
+    torch.manual_seed(0)
+    train = TrainConfig(lr=1e-3, attention="flash", deterministic=deterministic)
+    role = TrainRole.alone("policy", train, MODEL, precision=PrecisionConfig(dtype="bf16"))
+    engine = load_engine(EngineSpec(role), scalar=False, device=torch.device("cuda"))
+    rows = [[3, 4, 5] + [6 + i] * (100 * i + 5) for i in range(6)]
+    masks = [[False] * 3 + [True] * (len(row) - 3) for row in rows]
+    batch = rows_to_batch(rows, masks, prompt_lens=[3] * 6, group_ids=[0, 0, 0, 1, 1, 1])
+    for _ in range(2):
+        engine.forward_backward(batch, sft_objective())
+        engine.optim_step()
+    return [tensor.clone() for _, tensor in engine.weights()]
+
+
+def test_two_runs_with_train_deterministic_have_equal_bits() -> None:
+    first, second = (trained(deterministic=True) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_installed_newer_flash_attention_agrees_with_sdpa() -> None:
+    device = torch.device("cuda")
+    name = newer_for(kernels_of(device))
+    if name is None or (problem := activation_problem(name)) is not None:
+        pytest.skip(f"no newer FlashAttention: {name and problem}")
+    try:
+        for dim, group in ((64, 2), (128, 4), (256, 4)):
+            problem = try_newer(name, device, "bf16", dim, group, window=True)
+            print(f"{name}, size {dim}: {problem or 'agrees'}")
+        assert try_newer(name, device, "bf16", 128, 2, window=False) is None
+    finally:
+        select(None)

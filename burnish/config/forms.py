@@ -39,6 +39,8 @@ QUESTION, ANSWER, FINAL = "question", "answer", "####"
 COMPLETION = "completion"
 REWARD_MODEL, TRUTH = "reward_model", "ground_truth"
 REQUEST, RESPONSE = "request", "response"
+FUNCTIONS = "functions"
+"""Column of tools in OpenAI's older form, and their parameter in a request."""
 
 NAMES: Mapping[Form, str] = {
     "columns": "columns",
@@ -209,7 +211,7 @@ def _readings(row: Mapping[str, Any], keys: Keys) -> Iterator[Reading]:
     of_pair = () if purpose != "pairs" else keys.pair
     if purpose == "pairs" and without_pair(row, keys):
         return
-    more = tuple(name for name in (SYSTEM, "tools") if row.get(name) is not None)
+    more = tuple(name for name in (SYSTEM, "tools", FUNCTIONS) if row.get(name) is not None)
     if purpose != "demonstrations" and purpose != "pairs" and _is_turns(row, MESSAGES, "role"):
         yield Reading("messages", (MESSAGES, *more))
     turns = turns_column(row)

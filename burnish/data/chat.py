@@ -133,6 +133,13 @@ def encode_conversation(
     bare = [without_flags(message) for message in as_rendered(messages)]
     bare = with_reasoning_once(tokenizer, bare, tools)
     check_rendering(tokenizer, bare, tools, refused=refused)
+    if not tools and any(bare[turn].get("tool_calls") for turn in learned):
+        note(
+            "calls_without_tools",
+            "a trained answer calls a tool, but the row has no tools (data.tools_key, or a column "
+            "tools or functions), so its prompt does not offer any; name the column with the "
+            "tools, unless they are described in a message",
+        )
     bare = _without_own_end(tokenizer, bare, tools)
     answers = [bare[turn] for turn in learned]
     _check_answers(tokenizer, answers, tools, refused)

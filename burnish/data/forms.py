@@ -18,6 +18,7 @@ from burnish.config.forms import (
     COMPLETION,
     CONVERSATIONS,
     FINAL,
+    FUNCTIONS,
     HISTORY,
     INPUTS,
     INSTRUCTION,
@@ -51,6 +52,7 @@ from burnish.data.messages import (
 from burnish.data.notices import note
 from burnish.data.sources import DataError, Row, Source, open_sources
 from burnish.data.streamed import StreamedRows
+from burnish.data.unread import note_template_variables
 from burnish.data_files.reading import nested_value
 
 Values = dict[str, Any]
@@ -300,7 +302,9 @@ def from_api_log(values: Values, config: DataConfig) -> Values:
     rest = {key: value for key, value in values.items() if key not in (REQUEST, RESPONSE)}
     new = _of_conversation(rest, turns, config, used=REQUEST)
     new = {"finish_reason": choice.get("finish_reason")} | new
-    tools = request.get("tools")
+    if variables := request.get("chat_template_kwargs"):
+        note_template_variables("chat_template_kwargs", variables)
+    tools = request.get("tools", request.get(FUNCTIONS))
     return new if tools is None or config.tools_key is None else new | {config.tools_key: tools}
 
 

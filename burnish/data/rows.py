@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from burnish.chat_message import CUT_REASONS, MessageError, text_of, with_cut_end
 from burnish.config.explain import nearest
-from burnish.config.forms import SYSTEMS, unread_form
+from burnish.config.forms import FUNCTIONS, SYSTEMS, unread_form
 from burnish.config.templates import TemplateError, fields_of
 from burnish.data.chat import (
     check_prompt,
@@ -228,13 +228,16 @@ def _system_text(value: Any, key: str) -> str:
 
 
 def tools_column(row: Row, config: DataConfig) -> list[dict[str, Any]] | None:
-    """Return the tools for the row's chat template, or None if there are none.
+    """Return the tools for the row's chat template, or None if there are none. The column of
+    OpenAI's older form is read if the default column is missing.
 
     Raises DataError if ``tools_key`` is set explicitly and its column does not contain tools. A
     default column without tools is ignored.
     """
     key = config.tools_key
     value = None if key is None else row.values.get(key)
+    if value is None and key is not None and not config.is_own("tools_key"):
+        key, value = FUNCTIONS, row.values.get(FUNCTIONS)
     if value is None or value in ([], ""):
         return None
     tools = as_tools(without_nulls(value) if row.fills_nulls else value)

@@ -42,12 +42,7 @@ def note_marks(row: Row, config: DataConfig) -> None:
     used |= set(fields_of(config.prompt_template)) if config.prompt_template else set()
     for key in PROMPT_COLUMNS:
         if row.columns.get(key) and key not in used:
-            note(
-                "column_unread",
-                f"the column {key!r} is {repr(row.columns[key])[:40]} here, but the chat template "
-                "gets the same variables for all rows; set them in model.chat_template_kwargs, "
-                "and train rows with other values in another run",
-            )
+            note_template_variables(key, row.columns[key])
     if not config.is_trained:
         return
     for key in sorted((MARKS | EXCLUSIONS).intersection(row.columns) - used):
@@ -59,6 +54,16 @@ def note_marks(row: Row, config: DataConfig) -> None:
                 "should not be trained (a message of a conversation can have train: false), or "
                 "the column",
             )
+
+
+def note_template_variables(key: str, value: Any) -> None:
+    """Record a notice for variables of the chat template that a row has at ``key``."""
+    note(
+        "column_unread",
+        f"{key!r} is {repr(value)[:40]} here, but the chat template gets the same variables for "
+        "all rows; set them in model.chat_template_kwargs, and train rows with other values in "
+        "another run",
+    )
 
 
 def note_flags(messages: Sequence[Mapping[str, Any]], trained: Iterable[int]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_templates import published_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from burnish.data.batches import BatchStream, load_batch
@@ -302,3 +303,29 @@ def test_a_name_that_is_rendered_in_the_id_alone_is_not_left_out(
             rows(chars, path)
     else:
         assert rows(chars, path).num_rows == 1
+
+
+def test_tools_of_the_older_form_are_in_the_prompt_and_calls_without_any_are_counted(
+    jsonl: Jsonl,
+) -> None:
+    """Messages with ``function_call`` are read, so the functions that they call are too."""
+    function = {"name": "look_up", "description": "d", "parameters": {"type": "object"}}
+    call = {"name": "look_up", "arguments": "{}"}
+    answer = {"role": "assistant", "content": None, "function_call": call}
+    choices = [{"message": answer, "finish_reason": "function_call"}]
+    tools = [{"type": "function", "function": function}]
+    request = {"messages": [USER], "functions": [function]}
+    rows: list[tuple[dict[str, Any], int]] = [
+        ({"messages": [USER, answer], "tools": tools}, 0),
+        ({"messages": [USER, answer], "functions": [function]}, 0),
+        ({"request": request, "response": {"choices": choices}}, 0),
+        ({"messages": [USER, answer]}, 1),
+        ({"messages": [USER, answer], "available_tools": [function]}, 1),
+    ]
+    qwen, texts = published_tokenizer("qwen3"), []
+    for row, counted in rows:
+        batches = BatchStream(SFTDataConfig(sources=(jsonl([row]),)), qwen, seed=0)
+        texts.append(qwen.decode(batches.next(1).tokens))
+        assert batches.counts.get("rows_calls_without_tools", 0) == counted
+    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4]
+    assert '"name": "look_up", "description"' in texts[0]

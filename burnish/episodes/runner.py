@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import zlib
 from collections import Counter
@@ -12,6 +13,7 @@ from contextlib import closing
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
+from burnish.config.columns import without_fraction
 from burnish.config.episodes import EpisodesConfig
 from burnish.episodes.loop import EpisodeLimits, EpisodeProgram, EpisodeResult, Policy, Task
 from burnish.episodes.renderer import ChatRenderer
@@ -111,6 +113,19 @@ class EpisodePool:
             self._rendering.shutdown()
 
 
+def integer_seed(value: Any) -> int | None:
+    """Return the integer of a column ``seed``, which is text in CSV files; None for other values.
+
+    >>> [integer_seed(value) for value in (7, "-7", 5.0, "x", True, None)]
+    [7, -7, 5, None, None, None]
+    """
+    value = without_fraction(value)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 class EpisodeRunner(Runner):
     """Runs n episodes of each prompt and scores them.
 
@@ -137,7 +152,7 @@ class EpisodeRunner(Runner):
             engine, rewards, sampling, num_samples=num_samples, seed=seed, dynamic=dynamic
         )
         self.pool = pool
-        self._warned_of_tools = False
+        self._warned_of_tools = self._warned_of_seed = False
 
     def make_loop(self) -> LoopThread:
         """Return the pool's event loop, which the pool closes."""
@@ -213,18 +228,30 @@ class EpisodeRunner(Runner):
         content: Any = prompt.text if prompt.messages is None else list(prompt.messages)
         row = json_types({**prompt.metadata, "prompt": content, "label": prompt.label})
         seed = prompt_seed(self.seed, prompt.id)
-        row_seed = prompt.metadata.get("seed")
+        row_seed = self._row_seed(prompt)
         names = [f"{prompt.id}/{member}" for member in range(self.num_samples)]
         return [
             Task(
                 name,
                 row,
-                environment_seed=row_seed if isinstance(row_seed, int) else seed % (1 << 53),
+                environment_seed=seed % (1 << 53) if row_seed is None else row_seed,
                 sampling_seed=(seed << 20) + zlib.crc32(name.encode()),
                 prompt_text=prompt.text,
             )
             for name in names
         ]
+
+    def _row_seed(self, prompt: Prompt) -> int | None:
+        column = prompt.metadata.get("seed")
+        seed = integer_seed(column)
+        if seed is None and column is not None and not self._warned_of_seed:
+            self._warned_of_seed = True
+            log.warning(
+                "prompt %s: its column seed is %s, which is no integer, so environments and agents "
+                "get a seed that is derived from the run's; rename the column to keep it",
+                *(prompt.id, repr(column)[:40]),
+            )
+        return seed
 
     def _group_of(
         self, prompt: Prompt, results: Sequence[EpisodeResult], *, least: int = 2

@@ -34,9 +34,8 @@ class PreferenceDataConfig(DataConfig):
     """Responses (text) that begin with the entire prompt. strip: remove it. keep: part of the
     response. auto: strip if all of a source's first 100 rows repeat it (logged)."""
     use_tokens: bool = True
-    """Train on sampled token ids if the row has them (``chosen_tokens``, ``rejected_tokens``,
-    ``response_tokens``, from generate) and they decode to its text. In job rm also only if a reward
-    of kind model would read them too."""
+    """Train on sampled token ids (``response_tokens``, ``chosen_tokens``, ``rejected_tokens``, from
+    generate) if they decode to its text; job rm: if rewards read them."""
     max_len: int = Field(2048, ge=2)
     """Maximum tokens of prompt + response; see ``overlong``."""
 

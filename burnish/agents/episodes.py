@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +15,8 @@ from burnish.agents.session import MODEL, TrainingSession
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.loop import EpisodeLimits, EpisodeResult, Policy, Task
 from burnish.types import is_metric_name
+
+log = logging.getLogger("burnish")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,15 @@ class Agents(Protocol):
         ...
 
 
+@functools.cache
+def _warn_of_replaced_column() -> None:
+    """Log, once, that a column of the data does not reach agents."""
+    log.warning(
+        "the data has a column prompt_text, but the task of an agent has the rendered prompt under "
+        "this name; rename the column"
+    )
+
+
 @dataclass(frozen=True)
 class AgentProgram:
     """Runs episodes with an agent program. Implements
@@ -86,6 +99,8 @@ class AgentProgram:
         """Run one episode: run the agent until it returns, fails, or reaches the time limit."""
         session = TrainingSession(task, policy, limits)
         endpoint = self.server.admit(session)
+        if "prompt_text" in task.row:
+            _warn_of_replaced_column()
         row = {**task.row, "seed": task.environment_seed, "prompt_text": task.prompt_text}
         agent = asyncio.ensure_future(self.agents.run(row, endpoint, timeout_s=limits.timeout_s))
         rewards: Mapping[str, float] = {}

@@ -304,8 +304,13 @@ def from_api_log(values: Values, config: DataConfig) -> Values:
     new = {"finish_reason": choice.get("finish_reason")} | new
     if variables := request.get("chat_template_kwargs"):
         note_template_variables("chat_template_kwargs", variables)
+    if isinstance(request.get(SYSTEM), str):
+        new = {SYSTEM: request[SYSTEM]} | new
     tools = request.get("tools", request.get(FUNCTIONS))
-    return new if tools is None or config.tools_key is None else new | {config.tools_key: tools}
+    offers_none = "none" in (request.get("tool_choice"), request.get("function_call"))
+    if tools is None or config.tools_key is None or offers_none:
+        return new
+    return new | {config.tools_key: tools}
 
 
 def transcript_turns(text: str, key: str = "text") -> Messages:

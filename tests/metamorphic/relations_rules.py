@@ -388,6 +388,18 @@ FRAMES: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("the answer is", lambda s: f"The final answer is ${s}$."),
     ("answer tag", lambda s: f"<answer>{s}</answer>"),
 )
+UNMARKED: tuple[tuple[str, Callable[[str], str]], ...] = (
+    ("Chinese", lambda s: f"所以，结果是{s}。"),
+    ("Chinese with a unit", lambda s: f"一共{s}元"),
+    ("Japanese", lambda s: f"合計は{s}です。"),
+    ("full-width colon", lambda s: f"结果：{s}"),
+    ("colon", lambda s: f"Step 3, total:{s}"),
+    ("tag", lambda s: f"<b>{s}</b>"),
+    ("name behind it", lambda s: f"结果是{s}（见 A4 纸）。"),
+    ("full-width digits", lambda s: f"结果是{s.translate(_FULL_WIDTH)}。"),
+)
+"""Surroundings of a number that math-verify does not find in them."""
+_FULL_WIDTH = {ord(digit): ord(digit) + 0xFEE0 for digit in "0123456789.,"}
 BEFORE = (
     *("", "First, 3 + 4 = 7. ", "Let me think.\n\n", "<think>\\boxed{12345}</think>\n"),
     *("I first had \\boxed{777}, which is wrong. Again, more carefully than before: ", "答案：\n"),
@@ -417,6 +429,10 @@ def math_surroundings(draw: Draw) -> None:
             change = str
             if "wrong" in before:  # behind a box, "answer is" marks quantities only (last_answer)
                 before = ""
+        if draw.facts["kind"] in ("integer", "negative", "decimal") and draw.rng.random() < 0.3:
+            name, frame = draw.rng.choice(UNMARKED)
+            change = str
+            before = "" if "boxed{777}" in before else before  # which is a mark
         text = before + frame(change(form)) + draw.rng.choice(AFTER)
         items.append(_item(label, text))
         wanted.append(float(good))

@@ -644,6 +644,145 @@ CHOICES_WITH_THEIR_TEXT = [
     ),
 ]
 
+WITHOUT_SPACES = [
+    *(
+        ("12", text, True)
+        for text in (
+            *(
+                "我认为答案是12。",
+                "答案：12",
+                "答案：12。",
+                "The result：12",
+                "步骤 3：所以答案是12。",
+            ),
+            *(
+                "共有12个苹果。",
+                "一共12元",
+                "约12米",
+                "答えは12です。",
+                "정답은12입니다.",
+                "คำตอบคือ12",
+            ),
+            *(
+                "答案：<b>12</b>",
+                "<b>12</b>",
+                "<td>5</td><td>12</td>",
+                "答案是**12**。",
+                "=>12",
+                "->12",
+            ),
+            *("total:12", "Step 3, total:12", "|12|", "|total|12|", "result—12", "答案——12"),
+            *("(12)", "The result is (12)", "[12]", "{12}", "≈12", "x≈12", "→12", ":12", "+12"),
+            *(
+                "结果是１２。",
+                "The result is １２",
+                "结果为 １２",
+                "الناتج ١٢",
+                "结果=１２",
+                "是１２．０",
+            ),
+            *(
+                "小明有5个，又买了7个，一共12个。",
+                "第3题的答案是12",
+                "共12个（每盒 A4 纸）",
+                "共12个[1]。",
+            ),
+            *("面积是12cm²。", "共12km", "价格是¥12", "价格￥12", "3加9得12", "结果是12（H2O）"),
+            *("Answer：12", "最终答案，12", "A：3。B：12", "步骤3：得12。步骤4：完成。"),
+            *("共12!", "答案是12.0。", "答案是24/2。", "答案是12，见第3步。"),
+        )
+    ),
+    *(
+        ("12", text, False)
+        for text in (
+            *("a12", "C12", "COVID-12", "v2.12", "版本v2.12", "#12", "№12", "H12O", "<12>", "x_12"),
+            *(
+                "时间是3:12。",
+                "时间是12:30。",
+                "3点12分",
+                "3小时12分",
+                "5月12日",
+                "2024年12月3日",
+                "3元12分",
+            ),
+            *(
+                "范围是3-12。",
+                "3至12个",
+                "3到12",
+                "3～12",
+                "比是3:12",
+                "比是3：12",
+                "答案是3、12",
+                "5或12",
+            ),
+            *(
+                "不是12。",
+                "并非12",
+                "结果是-12。",
+                "结果是−12",
+                "结果是－12",
+                "答案是12万",
+                "共12亿个",
+                "约12千个",
+            ),
+            *(
+                "5分之12",
+                "是12分之5",
+                "结果是12²",
+                "结果是12x。",
+                "结果是12+x",
+                "是2×12",
+                "3乘以12",
+                "是12^2",
+            ),
+            *(
+                "(12) apples are red",
+                "[12] shows it.",
+                "As in [12].",
+                "见http://a.b/12",
+                "步骤12：无解",
+                "图12",
+            ),
+            *(
+                "x<sup>12</sup>",
+                "12.12.12版",
+                "共1,2,12",
+                "答案是√12",
+                "|-12|",
+                "2024-05-12",
+                "是12/05/2024",
+            ),
+            *(
+                "结果是12。所以是13。",
+                "12个中有 3 个",
+                "&#12;",
+                "答案是 3，共12$x$",
+                "是12月3日",
+                "是120",
+            ),
+        )
+    ),
+    *(("-12", text, True) for text in ("结果是-12。", "结果是−12", "结果是－12", "答案：-12")),
+    ("12000", "一共12,000元。", True),
+    ("12000", "一共１２，０００元", True),
+    ("12000", "一共1.2万元", True),
+    ("1200000000", "共12亿", True),
+    ("1/2", "概率是1/2。", True),
+    ("1", "概率是1/2。", False),
+    ("0.5", "概率是0.5", True),
+    ("5", "概率是0.5", False),
+    ("12%", "占12％。", True),
+    ("5", "It has 5 boxes (3 per box)", True),
+    ("5", "The limit is 5 as x->0.", True),
+    ("5", "It costs 5 dollars (3)", True),
+    ("3", "The answer for part（2）is 3.", True),
+    ("5", "The price is 5 (see [3]).", True),
+    ("2", "1. Add.\n2. Done.", True),
+    ("0", "It grows as x->0.", False),
+    ("2", "It is f(2)", False),
+    ("3", "步骤 3：所以答案是12。", False),
+]
+
 KNOWN_DISAGREEMENTS = [
     ("128 , 64", r"\boxed{64,128}", True),  # reads as the number 64128
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
@@ -657,5 +796,6 @@ PAIRS: list[tuple[Any, str, bool]] = [
     *GSM8K, *SEVERAL_ANSWERS, *FIGURES, *FULL_STOPS,
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
-    *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *CHOICES_WITH_THEIR_TEXT, *KNOWN_DISAGREEMENTS,
+    *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *CHOICES_WITH_THEIR_TEXT, *WITHOUT_SPACES,
+    *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

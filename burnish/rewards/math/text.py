@@ -6,7 +6,7 @@ math-verify. Numbers, dates and words are handled here because math-verify parse
 letters.
 
 Reading order: :func:`last_answer` -> :func:`read_label` -> :func:`judge`; then
-``markup.py`` and ``quantities.py``.
+``markup.py``, ``unspaced.py`` and ``quantities.py``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from burnish.rewards.math.quantities import (
     read_quantity,
     spell,
 )
+from burnish.rewards.math.unspaced import with_spaces
 
 _BOX = Pattern(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = Pattern(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
@@ -375,7 +376,7 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
         return False
     several = "," in label.text  # given a sentence, math-verify would take only the last value
     if answer is None or not (answer.firm or several):
-        return Ask(label.text, _readable(text))
+        return Ask(label.text, _readable(with_spaces(text)))
     if read_date(_words(answer.text)) or not _ANYTHING.search(answer.text):
         return False
     text = _PERIOD.sub("", answer.text)  # the period that ends a sentence

@@ -607,6 +607,16 @@ IN_PARENTHESES = [
     ("Paris", "It isn't Paris.", False),
 ]
 
+CHOICES_IN_CHINESE = [
+    *(
+        (label, text, label == "B")
+        for label in "AB"
+        for text in ("答案：B", "选B", "正确答案是（B）。")
+    ),
+    *(("B", "A不对，所以选B。", True), ("A", "A不对，所以选B。", False), ("B", "不选B", False)),
+    *(("B", "DNA含有B族", False), ("B", "答案是B12", False), ("B", "答案是 B", True)),
+]
+
 CHOICES_WITH_THEIR_TEXT = [
     *(
         (label, text, True)
@@ -796,6 +806,7 @@ PAIRS: list[tuple[Any, str, bool]] = [
     *GSM8K, *SEVERAL_ANSWERS, *FIGURES, *FULL_STOPS,
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
-    *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *CHOICES_WITH_THEIR_TEXT, *WITHOUT_SPACES,
+    *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *CHOICES_WITH_THEIR_TEXT, *CHOICES_IN_CHINESE,
+    *WITHOUT_SPACES,
     *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

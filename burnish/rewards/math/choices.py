@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from burnish.model_text import DOTALL, IGNORECASE, Form, Pattern
 from burnish.rewards.math.markup import MARKS
+from burnish.rewards.math.unspaced import SCRIPT
 
 CHOICE = Form(r"[a-j]")
 _CHOSEN = Form(
@@ -38,6 +39,23 @@ _DENIED = Pattern(
 )
 _ANOTHER = Pattern(r"(?<!\w)[A-J][).]\s+(?!(?:and|or|nor|is|are)\b)[\w(]")
 _INITIAL = Form(r"[A-Z]\.")
+_PUNCTUATION = str.maketrans(
+    {"：": ": ", "，": ", ", "。": ". ", "（": " (", "）": ") ", "．": ". "}
+)
+_ALONE = Pattern(  # a letter next to text without spaces, unless it is denied
+    rf"(?<=[{SCRIPT}])(?<!不选)(?<!不選)(?<!不是)(?<!非)(?=[A-J](?![A-Za-z]))|(?<=[A-J])(?=[{SCRIPT}])"
+)
+
+
+def with_ascii_punctuation(text: str) -> str:
+    """Return a text in which a choice stands alone, as in English, also next to Chinese.
+
+    >>> with_ascii_punctuation("答案：B"), with_ascii_punctuation("所以选B。")
+    ('答案: B', '所以选 B. ')
+    >>> with_ascii_punctuation("不选B")
+    '不选B'
+    """
+    return _ALONE.sub(" ", text.translate(_PUNCTUATION))
 
 
 def chosen(answer_words: str) -> str | None:

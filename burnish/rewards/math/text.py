@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.labels import LabelError
-from burnish.rewards.math.choices import CHOICE, chosen, concluded_choice
+from burnish.rewards.math.choices import CHOICE, chosen, concluded_choice, with_ascii_punctuation
 from burnish.rewards.math.figures import Figure, read_figure
 from burnish.rewards.math.markup import MARKS, with_signs, without_quotes
 from burnish.rewards.math.quantities import (
@@ -347,6 +347,8 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
     """Return whether the last answer of ``response`` equals ``label``, or an Ask if math-verify
     has to decide. ``prompt``: the end of what the response continues."""
     text = with_signs(without_quotes(after_reasoning(response, prompt)))
+    if CHOICE.fullmatch(label.text):
+        text = with_ascii_punctuation(text)
     answer = last_answer(text)
     figure = None if label.figure is None or answer is None else read_figure(answer.text)
     if label.figure is not None and figure is not None:

@@ -19,7 +19,7 @@ _WINDOW = 16
 """Characters on each side that decide what a number is."""
 _LONGEST = 40
 
-_SCRIPT = (  # of languages that are written without spaces, or with units next to the number
+SCRIPT = (  # of languages that are written without spaces, or with units next to the number
     r"\u3005\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\u1100-\u11ff\uac00-\ud7af"  # CJK
     r"\u0e01-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
 )
@@ -29,13 +29,13 @@ _NUMBER = Form(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\d+/\d+")
 _ASCII = Form(r"[!-~]*")
 _SIGN = Pattern(rf"([-−\uff0d﹣]?)([{_CURRENCY}]?)$")
 
-_NAME = Pattern(rf"(?:(?![{_SCRIPT}])[^\W\d][._-]?|[#№@&\\])$")
+_NAME = Pattern(rf"(?:(?![{SCRIPT}])[^\W\d][._-]?|[#№@&\\])$")
 _ITEM = Pattern(r"(?:步[骤驟]|方法|[例图圖表式题題页頁])$")
 _STEPS = frozenset("步题題问問章节節种種页頁行")
 _REMARK = Pattern(r"[(\uff08\[{]$"), Form(r"[)\uff09\]}][*_.。!\uff01]{0,4}\s*")
 
 _BEGINS = Pattern(
-    rf"(?:[{_SCRIPT}\uff1a\uff0c\uff1b\uff01\uff1f。、「『《〈]|(?<=[{_SCRIPT}]—?)—"
+    rf"(?:[{SCRIPT}\uff1a\uff0c\uff1b\uff01\uff1f。、「『《〈]|(?<=[{SCRIPT}]—?)—"
     r"|(?<=(?:^|[\s*(])[^\W\d_]{2,12}):|(?<![=-])(?<=<[a-z][a-z0-9]{0,7})>(?<!<su[bp]>))[*]{0,3}$"
 )
 """The end of a text behind which a number begins. A number that is no ASCII may follow a space."""

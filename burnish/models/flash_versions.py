@@ -64,12 +64,12 @@ def select(name: Newer | None) -> None:
     if _Selected.name == name:
         return
     if _Selected.name is not None:
-        vars(torch_attention)["restore_flash_attention_impl"](_raise_warn=False)
+        torch_attention.restore_flash_attention_impl(_raise_warn=False)
         _Selected.name = None
     if name is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # overriding
-            vars(torch_attention)["activate_flash_attention_impl"](name)
+            torch_attention.activate_flash_attention_impl(name)
         _Selected.name = name
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.data_files.class_labels import names_in_schema, with_class_names
 from burnish.errors import BurnishError
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def opened(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
 
 
 def row_values(rows: pa.RecordBatch, i: int, number: int) -> dict[str, Any]:
-    """Return row ``i`` of a batch, which is row ``number`` of its file, as Python values.
+    """Return row ``i`` of a batch, which is row ``number`` of its file, as Python values. Class
+    labels are their names.
 
     Raises ColumnarError if Python cannot represent one of them."""
     try:
@@ -126,7 +128,7 @@ def row_values(rows: pa.RecordBatch, i: int, number: int) -> dict[str, Any]:
             "write the file again",
             f"row {number}",
         ) from error
-    return values
+    return with_class_names(values, names_in_schema(rows.schema.metadata))
 
 
 # --- limits

@@ -14,7 +14,13 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from burnish.config import ConfigError, load_config
-from burnish.config.sources import EnvironmentSource, FileSource, HubSource
+from burnish.config.sources import (
+    EnvironmentSource,
+    FileSource,
+    HubSource,
+    SourceConfig,
+    StreamingConfig,
+)
 from burnish.data.config import DataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import label_of
@@ -466,3 +472,38 @@ def test_an_evaluation_section_does_not_read_the_training_split_of_a_folder(
     with pytest.raises(ConfigError, match=r"eval.data: .*training split; name the files, such as"):
         load_config(tree | {"eval": {"data": tree["data"]}})
     load_config(tree | {"data": tree["data"] | {"held_out": 1}})
+
+
+@pytest.mark.parametrize("form", ["folder", "parquet", "arrow", "streamed"])
+def test_class_labels_are_their_names_and_formats_of_datasets_are_not_used(
+    form: str, tmp_path: Path
+) -> None:
+    """The index of ``pass`` is 0 here, and rows of the format torch would be tensors."""
+    label = datasets.ClassLabel(names=["pass", "fail"])
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "label": label, "all": datasets.List(label)}
+    )
+    columns = {"prompt": ["a", "b", "c"], "label": [0, 1, None], "all": [[0], [], [1, 0]]}
+    dataset = datasets.Dataset.from_dict(columns, features=features).with_format("torch")
+    path = tmp_path / f"rows.{form}" if form in ("parquet", "arrow") else tmp_path / "rows"
+    if form == "parquet":
+        dataset.to_parquet(path)
+    elif form == "arrow":
+        dataset.save_to_disk(tmp_path / "saved")
+        (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(path)
+    else:
+        dataset.save_to_disk(path)
+    config: SourceConfig = (
+        FileSource(path=str(path))
+        if form in ("parquet", "arrow")
+        else HubSource(
+            kind="dataset",
+            path=str(path),
+            streaming=StreamingConfig(shuffle_buffer=2) if form == "streamed" else None,
+            max_samples=3 if form == "streamed" else None,
+        )
+    )
+    source = open_source(config)
+    values = [source[i].values for i in range(3)]
+    assert [row["label"] for row in values] == ["pass", "fail", None]
+    assert [row["all"] for row in values] == [["pass"], [], ["fail", "pass"]]

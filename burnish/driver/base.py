@@ -30,7 +30,7 @@ from burnish.distributed.process_group import SINGLE
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.observe.make_trackers import open_trackers
 from burnish.observe.metrics import MetricsLog
-from burnish.observe.progress import close_logging, setup_logging
+from burnish.observe.progress import close_logging, setup_logging, tell
 from burnish.observe.public_recipe import recipe_secrets
 from burnish.observe.timeline import Timeline
 from burnish.runtime.base import Runtime
@@ -52,6 +52,18 @@ class Usable:
     """None: unknown, or not counted."""
     notices: tuple[str, ...] = ()
     """Sentences about rows that are left out, and about the number of steps."""
+
+
+def attention_lines(sentences: Mapping[str, str]) -> list[str]:
+    """Return one line for each attention that models have, with the roles of those models.
+
+    >>> attention_lines({"policy": "FlashAttention", "critic": "FlashAttention"})
+    ['attention (policy, critic): FlashAttention']
+    """
+    roles: dict[str, list[str]] = {}
+    for role, sentence in sentences.items():
+        roles.setdefault(sentence, []).append(role)
+    return [f"attention ({', '.join(names)}): {sentence}" for sentence, names in roles.items()]
 
 
 class Closable(Protocol):
@@ -139,6 +151,8 @@ class Driver(ABC, Generic[L]):
         """The recipe without inputs that the run does not read (a replay)."""
         self.ranks = SINGLE
         """Ranks that run this loop (``runtime.loop_ranks``)."""
+        self.attention: Mapping[str, str] = {}
+        """Attention of each model (``runtime.attention``)."""
         self.timeline = Timeline(peaks=memory_monitor.peaks)
         self.closing = ExitStack()
         """Callbacks that run at the end of the run, in reverse order."""
@@ -156,7 +170,7 @@ class Driver(ABC, Generic[L]):
 
     def attach(self, runtime: Runtime) -> None:
         """Use ``runtime``, which created the engines of the loop."""
-        self.memory_monitor.runtime = runtime
+        self.memory_monitor.runtime, self.attention = runtime, runtime.attention
         self.ranks = runtime.loop_ranks
 
     @abstractmethod
@@ -169,6 +183,8 @@ class Driver(ABC, Generic[L]):
         records = self.records_dir
         setup_logging(records, hidden=recipe_secrets(self.config))
         self.closing.callback(close_logging)
+        for line in attention_lines(self.attention):
+            tell(line)
         first = self.ranks.rank == 0
         self.metrics = MetricsLog(records, open_trackers(self.config, records) if first else None)
         self.closing.push(self._close_metrics)

@@ -36,6 +36,8 @@ class Runtime(Protocol):
     timeline: Timeline
     loop_ranks: RankGroup
     """Ranks that run the loop: one, unless a launcher started several (``spmd/runtime.py``)."""
+    attention: Mapping[str, str]
+    """Attention of every train engine so far, as a sentence, by the name of its role."""
 
     def language_model(
         self, spec: EngineSpec, spans: Mapping[str, str] = POLICY_SPANS

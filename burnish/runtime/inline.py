@@ -55,6 +55,7 @@ class InlineRuntime:
         self.tokenizer, self.precision, self.timeline = tokenizer, precision, timeline
         self.ranks, self.phases = ranks, Phases(cluster)
         self.device = resolve_device(device)
+        self.attention: dict[str, str] = {}
         self._connected: list[RolloutEngine] = []
         """Engines that are clients of servers."""
         set_up_gpu(self.device)
@@ -137,6 +138,7 @@ class InlineRuntime:
         )
         if self.device.type == "cuda":  # memory of the model before it was sharded
             torch.cuda.empty_cache()
+        self.attention[spec.role.name] = engine.attention.sentence
         named = timed(engine, self.timeline, self.phases.spans(spec.role.engine_role, spans))
         return self.phases.train_engine(named, spec.role.engine_role)
 

@@ -255,8 +255,9 @@ class TrainWorker(Worker):
 
     def build(
         self, spec: EngineSpec, *, scalar: bool, seed: int, spans: Mapping[str, str] = NO_SPANS
-    ) -> None:
-        """Load the model and make the engine. ``spans``: engine method -> memory phase."""
+    ) -> str:
+        """Load the model and make the engine. ``spans``: engine method -> memory phase. Return the
+        engine's attention as a sentence."""
         torch.manual_seed(seed)
         self._passes = 0
         runtime = self.runtime(self.ranks)
@@ -268,6 +269,7 @@ class TrainWorker(Worker):
         if self.limits is not None:
             self._groups = groups_here()
             limit_collectives(self.limits.call_s, self._groups)
+        return self.engine.attention.sentence
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:

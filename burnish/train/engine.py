@@ -197,9 +197,6 @@ class BaseTrainEngine(ABC):
         if choice.kernel == "flash":
             auto = self.spec.role.train.attention == "auto"
             forward.flash = FlashSwitch(auto, newer=choice.newer)
-        slower = self.device.type == "cuda" and choice.reason and self.ranks.rank == 0
-        level = logging.WARNING if slower else logging.INFO
-        log.log(level, "%s: attention by %s", self.role, choice.sentence)
         return choice
 
     @contextmanager

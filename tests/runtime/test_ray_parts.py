@@ -178,7 +178,7 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
     def recorder(name: str) -> Callable[..., Any]:
         def record(*args: Any, **_: Any) -> Any:
             given[name] = args
-            return SimpleNamespace(name="policy", role="policy", push=None)
+            return SimpleNamespace(name="policy", role="policy", push=None, attention="flash")
 
         return record
 
@@ -186,6 +186,7 @@ def test_workers_get_absolute_paths_of_everything_they_read_or_write(
         monkeypatch.setattr(ray_runtime, name, recorder(name))
     runtime = RayRuntime.__new__(RayRuntime)
     runtime.groups, runtime.rollouts, runtime.timeline = [], [], Timeline()
+    runtime.attention = {}
     runtime.cluster, runtime.batches = cast(Any, None), cast(Any, None)
     runtime.precision = cast(Any, SimpleNamespace(sampler_dtype="fp32"))
     runtime.phases = Phases()

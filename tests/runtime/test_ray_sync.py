@@ -91,9 +91,11 @@ def test_a_worker_that_cannot_be_created_ends_the_run_with_the_reason(runtime: R
 def policy(runtime: RayRuntime) -> Any:
     """In shards, so that both ranks take part in gathering."""
     train = TrainConfig(lr=0.1, engine=TorchEngine(sharding="full"))
-    return runtime.language_model(
+    engine = runtime.language_model(
         EngineSpec(TrainRole.alone("policy", train, MODEL), total_steps=1000)
     )
+    assert runtime.attention["policy"].startswith("torch's scaled-dot-product attention")
+    return engine
 
 
 @pytest.fixture(scope="module")

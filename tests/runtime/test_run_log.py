@@ -12,6 +12,7 @@ import pytest
 
 import burnish
 from burnish.config import dump_yaml
+from burnish.driver.base import attention_lines
 from burnish.observe.report import read_warnings
 
 SHARED = "held-out rows have the prompt of a training row"
@@ -57,6 +58,21 @@ def test_a_run_prints_its_warnings_alone_to_stderr(
     lines = result.stderr.splitlines()
     assert all(line.startswith("WARNING: ") for line in lines), result.stderr
     assert sum(SHARED in line for line in lines) == 1
+
+
+def test_a_run_prints_and_logs_the_attention_of_its_models(
+    repeated_prompts: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = burnish.run(repeated_prompts()).run_dir
+    printed = [line for line in capsys.readouterr().out.splitlines() if "attention (" in line]
+    assert len(printed) == 1
+    assert printed[0].startswith("attention (policy): torch's scaled-dot-product attention")
+    assert printed[0] in (run_dir / "run.log").read_text()
+
+
+def test_models_with_equal_attention_share_a_line() -> None:
+    lines = attention_lines({"policy": "flash", "critic": "sdpa", "reference": "flash"})
+    assert lines == ["attention (policy, reference): flash", "attention (critic): sdpa"]
 
 
 def test_repeated_warnings_are_counted_and_continued_lines_belong_to_them(tmp_path: Path) -> None:

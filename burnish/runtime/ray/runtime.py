@@ -67,6 +67,7 @@ class RayRuntime:
         self.phases = Phases(config)
         self.here = InlineRuntime(tokenizer, precision=precision, device="cpu", timeline=timeline)
         """Makes the engine that samples with running servers, in this process."""
+        self.attention: dict[str, str] = {}
         self.groups: list[WorkerGroup] = []
         self.rollouts: list[RemoteRolloutEngine] = []
         placed_model = model.with_absolute_paths()
@@ -112,6 +113,7 @@ class RayRuntime:
             self.cluster, placed_spec, scalar=scalar, seed=seed, spans=spans, name=name
         )
         self.groups.append(group)
+        self.attention[spec.role.name] = group.attention
         return group
 
     def rollout(

@@ -62,6 +62,8 @@ class WorkerGroup:
         self.name = name or spec.role.engine_role
         self.size = cluster.config.ranks(spec.role.engine_role)
         self.workers: list[Any] = []
+        self.attention = ""
+        """Attention of the engine, as a sentence."""
         self.mixed = False
         """True once other weights were mixed into those of a frozen model (``mix``)."""
         self._model = spec.role.model_read_on_resume
@@ -99,7 +101,7 @@ class WorkerGroup:
         joining = {"timeout_s": limit, "limits": limits}
         self._each(lambda w: w.join.remote(host, port, **joining), limit_s=limit)
         options = {"scalar": self.scalar, "seed": self.seed, "spans": self.spans}
-        self._each(lambda w: w.build.remote(self.spec, **options))
+        self.attention = self._each(lambda w: w.build.remote(self.spec, **options))[0]
         self._complete = True
 
     @_alone

@@ -388,7 +388,8 @@ class SpmdRuntime(InlineRuntime):
         worker.tokenizer, worker.timeline = self.tokenizer, self.timeline
         worker.ranks, worker.limits = group, self.launched.limits
         with _own_random_numbers():
-            worker.build(spec, scalar=scalar, seed=seed, spans=spans)
+            attention = worker.build(spec, scalar=scalar, seed=seed, spans=spans)
+        self.attention[spec.role.name] = attention
         return SpmdTrainEngine(worker)
 
 

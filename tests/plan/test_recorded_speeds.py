@@ -9,10 +9,10 @@ import pytest
 
 from burnish.models.sdpa import Kernels
 from burnish.plan.activations import Pass, key_of, measure
-from burnish.plan.hardware import parse_cluster
+from burnish.plan.hardware import load_tables, parse_cluster
 from burnish.plan.rollout_role import bytes_per_token
 from burnish.plan.speeds import Speeds
-from burnish.plan.work import pairs, work_by_formula
+from burnish.plan.work import attention_work, pairs, work_by_formula
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.local.memory import decode_step
 from burnish.train.row_layout import RowSize
@@ -54,6 +54,27 @@ def test_decoding_takes_the_planned_time(case: dict[str, Any]) -> None:
     read = 2 * SHAPE.parameters + cache
     seconds = Speeds(parse_cluster(case["card"])).decode_seconds(read, step.recorded, step.launched)
     assert 1e3 * seconds == pytest.approx(case["ms"], rel=WITHIN)
+
+
+def test_rates_that_were_measured_alone_are_not_fitted() -> None:
+    """Memory and masked attention: means over both cards, rounded."""
+    shares: dict[str, list[float]] = {"memory": [], "masked_attention": []}
+    for case in RECORDED["alone"]:
+        gpu = parse_cluster(case["card"]).gpu
+        assert gpu is not None
+        if "rows" in case:
+            work = recorded_pass(case["rows"], flash=False)
+            rows, layout = work.rows, work.layout
+            flops = attention_work(SHAPE, rows, layout, flash=False).masked / len(SHAPE.layers)
+        else:
+            count, length = case["equal_rows"]
+            flops = 4.0 * count * length**2 * SHAPE.heads * SHAPE.head_dim
+        seconds = case["attention_ms"] / 1e3
+        shares["masked_attention"].append(3.5 * flops / seconds / (gpu.bf16_tflops * 1e12))
+        shares["memory"].append(case["read_gbs"] / gpu.memory_gbs)
+    used = load_tables().efficiency
+    assert used["memory"] == round(sum(shares["memory"]) / 2, 2)
+    assert used["masked_attention"] == round(sum(shares["masked_attention"]) / 2, 3)
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -1,12 +1,13 @@
 """Collect the wheels that benchmarks/gpu_session.py installs on a CUDA machine without a network.
 
     python benchmarks/gpu_wheels.py [--out wheels] [--python 3.11 3.12 3.13] [--machine x86_64]
-    python benchmarks/gpu_wheels.py --with-trl --python 3.12   # for the session's step trl
+    python benchmarks/gpu_wheels.py --with-trl [--python 3.12]   # for the session's step trl
 
 Assumed on that machine: torch, transformers, triton, peft, pyarrow, rich and typer, with what these
 need. The wheels are what Burnish and its tests import besides, in the versions of
-constraints/cpu.lock.txt; packages with compiled code come once for each Python. Printed are the
-files and their sum, which may not exceed --limit-mib.
+constraints/cpu.lock.txt; packages with compiled code come once for each Python. With trl it is one
+Python by default: 21 MiB, and 53 for three. Printed are the files and their sum, which may not
+exceed --limit-mib.
 
 Not collected: packages of extras (ray, deepspeed, vllm, ...) and of jobs that the session does not
 run (plotly, math-verify, gguf).
@@ -43,6 +44,8 @@ NEEDED_BY_TRL = {
 """The same for the comparison with TRL. pandas takes 11 MiB for each version of Python."""
 LIMIT_MIB = 40.0
 PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS_WITH_TRL = ("3.12",)
+"""That of the GPU machines so far."""
 GLIBC = (5, 12, 17, 24, 26, 27, 28)
 """Minor versions of glibc 2 whose platform tags pip accepts. It compares tags exactly."""
 OLD_TAGS = {
@@ -104,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("wheels"), help="folder of the wheels")
-    parser.add_argument("--python", nargs="+", default=list(PYTHONS), metavar="X.Y")
+    pythons = f"default: {' '.join(PYTHONS)}; with --with-trl {' '.join(PYTHONS_WITH_TRL)}"
+    parser.add_argument("--python", nargs="+", metavar="X.Y", help=pythons)
     parser.add_argument("--machine", choices=sorted(OLD_TAGS), default="x86_64")
     parser.add_argument("--with-trl", action="store_true", help="also trl and datasets")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB)
@@ -114,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for old in args.out.glob("*.whl"):  # two versions of one package would both be installed
         old.unlink()
-    for python in args.python:
+    for python in args.python or (PYTHONS_WITH_TRL if args.with_trl else PYTHONS):
         subprocess.run(pip_command(python, args.machine, args.out, wanted), check=True)
     sizes = {path.name: path.stat().st_size for path in sorted(args.out.glob("*.whl"))}
     for name, size in sizes.items():

@@ -17,6 +17,7 @@ from burnish.models.cache_attention import Options
 from burnish.models.dropout import noise_of
 from burnish.models.flash import FlashSwitch, has_kernel, schema_problem, size_problem
 from burnish.models.flash_versions import (
+    PACKAGES,
     TITLES,
     Newer,
     activation_problem,
@@ -24,6 +25,7 @@ from burnish.models.flash_versions import (
     newer_for,
     select,
 )
+from burnish.models.gpu import KernelHangsError, limited_trial
 from burnish.models.load import DTYPES
 from burnish.models.paths import ModelError
 from burnish.models.sdpa import Kernels
@@ -85,6 +87,8 @@ class Use:
     """True if repeated passes have equal bits (``train.deterministic``)."""
     device: torch.device | None = None
     """The GPU on which a small call is tried. None: none is."""
+    own_only: bool = False
+    """True if only torch's own kernels are used."""
 
 
 def choose_kernel(setting: Setting, config: PretrainedConfig | None, use: Use) -> Choice:
@@ -130,7 +134,7 @@ def flash_problem(config: PretrainedConfig | None, use: Use) -> str | None:
 def _choose_newer(config: PretrainedConfig | None, use: Use) -> tuple[Newer | None, str]:
     """Return the FlashAttention whose kernels replace torch's own in a model, or None and why."""
     name = newer_for(use.kernels)
-    if name is None:
+    if name is None or use.own_only:
         return None, ""
     if use.deterministic:
         return None, f"the deterministic kernels of {TITLES[name]} were not tried"
@@ -173,7 +177,7 @@ def try_flash(device: torch.device, dtype: Dtype, dim: int) -> str | None:
     why torch's own FlashAttention cannot be used there, or None if it can."""
     try:
         return _difference(FlashSwitch(may_fall_back=False), device, dtype, dim)
-    except RuntimeError as error:
+    except RuntimeError as error:  # KernelHangsError is none
         if is_out_of_memory(error):
             raise
         return f"a small call raised {type(error).__name__}: {error}"
@@ -190,7 +194,7 @@ def try_newer(  # house: ok the properties of a model's calls
         try:
             problem = _difference(switch, device, dtype, dim, group=group, window=length)
         except Exception as error:  # whatever the package raises
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, KernelHangsError):
                 raise
             problem = f"a small call raised {type(error).__name__}: {error}"
         if problem is not None:
@@ -220,12 +224,17 @@ def _difference(
     options = Options(layer=0, scale=dim**-0.5, window=window, dropout=0.0, softcap=None)
     results = []
     select(None)
-    for used in (None, switch):
-        plan = plan_segments(segments, positions, flash=used)
-        leaves = tuple(x.detach().clone().requires_grad_() for x in qkv)
-        with torch.enable_grad():
-            out = packed_attention(plan, (leaves[0], leaves[1], leaves[2]), options)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    newer = switch.newer
+    title = "torch's FlashAttention" if newer is None else TITLES[newer]
+    uninstall = "" if newer is None else f"uninstall {PACKAGES[newer]}, or "
+    way_out = f"{uninstall}set train.attention=sdpa"
+    with limited_trial(f"a small call of {title}", way_out, device):
+        for used in (None, switch):
+            plan = plan_segments(segments, positions, flash=used)
+            leaves = tuple(x.detach().clone().requires_grad_() for x in qkv)
+            with torch.enable_grad():
+                out = packed_attention(plan, (leaves[0], leaves[1], leaves[2]), options)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     for y, x in zip(*results, strict=True):
         error = float((x.float() - y.float()).abs().max() / y.float().abs().max())
         if not error <= _MOST_ERROR:

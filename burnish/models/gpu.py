@@ -1,8 +1,26 @@
-"""torch settings of a process that computes on a GPU."""
+"""torch settings of a process that computes on a GPU, and limits of trials of its kernels."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread, Timer
+
 import torch
+
+from burnish.models.paths import ModelError
+
+log = logging.getLogger("burnish")
+
+TRIAL_NAMED_S = 20.0
+"""Seconds after which a trial is named."""
+TRIAL_LIMIT_S = 60.0
+"""Seconds that the kernels of a trial may take once all are launched."""
+
+
+class KernelHangsError(ModelError):
+    """Kernels of a trial do not end. They block their GPU until the process ends."""
 
 
 def set_up_gpu(device: torch.device) -> None:
@@ -22,3 +40,40 @@ def set_up_gpu(device: torch.device) -> None:
     # Half-precision matmuls accumulate in fp32, including their partial sums.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+@contextmanager
+def limited_trial(
+    what: str,
+    way_out: str,
+    device: torch.device,
+    *,
+    synchronize: Callable[[], object] | None = None,
+) -> Iterator[None]:
+    """Launch a trial of kernels in the block, then wait for them. A trial that takes long is named
+    once in a warning, also while a package compiles its kernels in the block.
+
+    ``what`` is tried, and ``way_out`` switches it off, for messages. ``synchronize`` waits for the
+    kernels. None: for those of a GPU. Raises KernelHangsError if they do not end.
+    """
+    place = f"{what} on {device}"
+    text = f"waiting for {place} for {TRIAL_NAMED_S:g} s; if it never ends, {way_out}"
+    named = Timer(TRIAL_NAMED_S, log.warning, [text])
+    named.daemon = True
+    named.start()
+    try:
+        yield
+        if synchronize is None and device.type == "cuda":
+            synchronize = torch.cuda.current_stream(device).synchronize
+        if synchronize is None:
+            return
+        waiter = Thread(target=synchronize, name="kernel trial", daemon=True)
+        waiter.start()
+        waiter.join(TRIAL_LIMIT_S)
+        if waiter.is_alive():
+            raise KernelHangsError(
+                f"{place} did not end within {TRIAL_LIMIT_S:g} s, and blocks the GPU until this "
+                f"process ends; {way_out}"
+            )
+    finally:
+        named.cancel()

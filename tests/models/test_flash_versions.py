@@ -155,6 +155,11 @@ def test_torch_operators_stay_if_a_package_lacks_what_the_model_needs(
     assert choice.rate == "attention"
 
 
+def test_the_local_engine_does_not_try_a_package(package: FakePackage) -> None:
+    choice = choose_kernel("auto", model(), Use("bf16", H100, device=CPU, own_only=True))
+    assert choice.kernel == "flash" and choice.newer is None and package.calls == []
+
+
 def test_a_window_is_not_needed_by_a_model_without_one(package: FakePackage) -> None:
     package.raises["window"] = ValueError("no windows")
     assert chosen().newer == "FA3"

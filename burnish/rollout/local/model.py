@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -201,11 +201,11 @@ def _prefill_switch(model: PreTrainedModel, device: torch.device) -> FlashSwitch
     if dtype is None:
         return None
     layout = "packed" if takes_plans(model) else "padded"
-    use = Use(dtype, kernels_of(device), layout=layout, device=device)
+    use = Use(dtype, kernels_of(device), layout=layout, device=device, own_only=True)
     choice = choose_kernel("auto", model.config, use)
     if choice.kernel == "sdpa":
         return None
-    log.info("local engine: prefill by %s", replace(choice, newer=None, newer_problem="").sentence)
+    log.info("local engine: prefill by %s", choice.sentence)
     return FlashSwitch(may_fall_back=True)
 
 

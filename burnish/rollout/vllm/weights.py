@@ -211,8 +211,8 @@ def weight_files(
 
 
 def _read(file: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a safetensors file. They are mapped, so that a loader that narrows them to
-    its shard reads no more than that."""
+    """Yield the tensors of a safetensors file. They are mapped, so that a loader that narrows them
+    reads its shard alone."""
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118 (it is no dict)
             yield name, opened.get_tensor(name)

@@ -36,7 +36,7 @@ class Runtime(Protocol):
     timeline: Timeline
     loop_ranks: RankGroup
     """Ranks that run the loop: one, unless a launcher started several (``spmd/runtime.py``)."""
-    attention: Mapping[str, str]
+    attention: dict[str, str]
     """Attention of every train engine so far, as a sentence, by the name of its role."""
 
     def language_model(

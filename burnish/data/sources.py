@@ -19,7 +19,7 @@ from burnish.data.base import EMPTY, DataError, Row, Rows, Source, columnar_row
 from burnish.data.files import missing_file
 from burnish.data.streamed import StreamedRows, num_first
 from burnish.data_files.arrow_files import READ_ERRORS
-from burnish.data_files.class_labels import names_in_features, with_class_names
+from burnish.data_files.class_labels import labels_in_features, with_class_names
 from burnish.data_files.reading import is_saved_dataset
 
 __all__ = ["DataError", "Row", "Source", "first_rows", "open_source", "open_sources"]
@@ -77,6 +77,7 @@ def _open_dataset(config: HubSource) -> Source:
     try:
         if is_saved_dataset(folder):
             dataset = _choose_split(datasets.load_from_disk(config.path), config)
+            dataset = dataset.with_format(None)  # (set_format is saved, and gives tensors)
             dataset = dataset.to_iterable_dataset() if config.streaming is not None else dataset
         else:
             dataset = datasets.load_dataset(
@@ -92,13 +93,16 @@ def _open_dataset(config: HubSource) -> Source:
             "and use its folder"
         ) from error
 
-    dataset = dataset.with_format(None)  # (set_format is saved, and gives tensors or frames)
-    names = {} if dataset.features is None else names_in_features(dataset.features.to_dict())
+    features = {} if dataset.features is None else dataset.features.to_dict()
+    labeled = labels_in_features(features)
     split = dataset.split or config.split or _SPLIT
     name, place = config.name or folder.name, f"{config.path}[{split}]"
     if config.streaming is not None:
         return StreamedRows(
-            *(name, dataset.map(partial(with_class_names, names=names)) if names else dataset),
+            *(
+                name,
+                dataset.map(partial(with_class_names, labeled=labeled)) if labeled else dataset,
+            ),
             place=place,
             block_size=config.streaming.shuffle_buffer,
             num_rows=config.max_samples,
@@ -107,7 +111,7 @@ def _open_dataset(config: HubSource) -> Source:
     def read(i: int) -> Row:
         where = f"{place} row {i}"
         try:
-            return columnar_row(with_class_names(dataset[i], names), where)
+            return columnar_row(with_class_names(dataset[i], labeled), where)
         except READ_ERRORS as error:
             raise DataError(
                 f"{where}: the row cannot be read: {type(error).__name__}: {error}. Correct or "

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.data_files.class_labels import names_in_schema, with_class_names
+from burnish.data_files.class_labels import labels_in_schema, with_class_names
 from burnish.errors import BurnishError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def row_values(rows: pa.RecordBatch, i: int, number: int) -> dict[str, Any]:
             "write the file again",
             f"row {number}",
         ) from error
-    return with_class_names(values, names_in_schema(rows.schema.metadata))
+    return with_class_names(values, labels_in_schema(rows.schema.metadata))
 
 
 # --- limits

@@ -4,65 +4,68 @@ which says nothing: the label of ``pass`` is 0 if the names are ``[pass, fail]``
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-Names = Mapping[str, Sequence[str]]
-"""Column -> names of its classes."""
+Features = Mapping[str, Any]
+"""Column -> feature in the form of ``Features.to_dict``; only columns that contain class labels."""
 _KEY = b"huggingface"
 """Key of the schema's metadata with the features of ``datasets``."""
 _LISTS = ("Sequence", "List", "LargeList")
 
 
-def with_class_names(values: dict[str, Any], names: Names) -> dict[str, Any]:
+def with_class_names(values: dict[str, Any], labeled: Features) -> dict[str, Any]:
     """Return the values of a row with the name of each class in place of its index. A missing label
     (-1) is None.
 
-    >>> with_class_names({"label": 1, "labels": [0, -1]}, {"label": "ab", "labels": "ab"})
-    {'label': 'b', 'labels': ['a', None]}
+    >>> label = {"_type": "ClassLabel", "names": ["a", "b"]}
+    >>> with_class_names({"x": 1, "y": [{"z": 0}, None]}, {"x": label, "y": [{"z": label}]})
+    {'x': 'b', 'y': [{'z': 'a'}, None]}
     """
-    if not names:
+    if not labeled:
         return values
-    return values | {key: _named(values[key], names[key]) for key in names if key in values}
+    return values | {key: _named(values[key], labeled[key]) for key in labeled if key in values}
 
 
-def _named(value: Any, names: Sequence[str]) -> Any:
-    if isinstance(value, list | tuple):
-        return [_named(each, names) for each in value]
-    if not isinstance(value, int):
+def _named(value: Any, feature: Any) -> Any:
+    if value is None or not _has_labels(feature):
         return value
-    return names[value] if 0 <= value < len(names) else None
+    if isinstance(feature, list) or feature.get("_type") in _LISTS:
+        inner = feature[0] if isinstance(feature, list) else feature["feature"]
+        if isinstance(value, dict):  # a sequence of objects is an object of lists in old versions
+            return {key: _named(part, [inner[key]]) for key, part in value.items()}
+        return [_named(each, inner) for each in value]
+    if feature.get("_type") != "ClassLabel":
+        return {key: _named(part, feature.get(key)) for key, part in value.items()}
+    names = feature["names"]
+    return str(names[value]) if 0 <= value < len(names) else None
 
 
-def names_in_schema(metadata: Mapping[bytes, bytes] | None) -> Names:
-    """Return the names in the metadata of a schema that ``datasets`` wrote."""
+def labels_in_schema(metadata: Mapping[bytes, bytes] | None) -> Features:
+    """Return the features with class labels in the metadata of a schema that ``datasets`` wrote."""
     text = (metadata or {}).get(_KEY)
     return {} if text is None else _parsed(text)
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: bytes) -> Names:
+def _parsed(text: bytes) -> Features:
     try:
-        features = json.loads(text)["info"]["features"]
-    except (ValueError, LookupError, TypeError, RecursionError):  # of another program
-        return {}
-    return names_in_features(features if isinstance(features, dict) else {})
+        return labels_in_features(json.loads(text)["info"]["features"])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}  # of another program
 
 
-def names_in_features(features: Mapping[str, Any]) -> Names:
-    """Return the names in the features of ``datasets``, as ``Features.to_dict`` returns them."""
-    return {key: names for key, value in features.items() if (names := _names(value))}
+def labels_in_features(features: Features) -> Features:
+    """Return the features that contain class labels."""
+    return {key: feature for key, feature in features.items() if _has_labels(feature)}
 
 
-def _names(feature: Any) -> tuple[str, ...]:
-    """Return the names of a label, or of a list of labels, in the form of JSON."""
-    for _ in range(2):
-        if isinstance(feature, list) and len(feature) == 1:
-            feature = feature[0]
-        elif isinstance(feature, dict) and feature.get("_type") in _LISTS:
-            feature = feature.get("feature")
-    if not isinstance(feature, dict) or feature.get("_type") != "ClassLabel":
-        return ()
-    names = feature.get("names")
-    return tuple(map(str, names)) if isinstance(names, list) else ()
+def _has_labels(feature: Any) -> bool:
+    if isinstance(feature, list):
+        return any(map(_has_labels, feature))
+    if not isinstance(feature, dict):
+        return False
+    if feature.get("_type") == "ClassLabel":
+        return isinstance(feature.get("names"), list)
+    return any(map(_has_labels, feature.values()))

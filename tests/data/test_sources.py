@@ -481,10 +481,11 @@ def test_class_labels_are_their_names_and_formats_of_datasets_are_not_used(
     """The index of ``pass`` is 0 here, and rows of the format torch would be tensors."""
     label = datasets.ClassLabel(names=["pass", "fail"])
     features = datasets.Features(
-        {"prompt": datasets.Value("string"), "label": label, "all": datasets.List(label)}
+        {"prompt": datasets.Value("string"), "label": label, "all": datasets.List({"of": label})}
     )
-    columns = {"prompt": ["a", "b", "c"], "label": [0, 1, None], "all": [[0], [], [1, 0]]}
-    dataset = datasets.Dataset.from_dict(columns, features=features).with_format("torch")
+    steps = [[{"of": 0}], [], [{"of": 1}, {"of": 0}]]
+    columns = {"prompt": ["a", "b", "c"], "label": [0, 1, None], "all": steps}
+    dataset = datasets.Dataset.from_dict(columns, features=features).with_format("torch", ["label"])
     path = tmp_path / f"rows.{form}" if form in ("parquet", "arrow") else tmp_path / "rows"
     if form == "parquet":
         dataset.to_parquet(path)
@@ -506,4 +507,8 @@ def test_class_labels_are_their_names_and_formats_of_datasets_are_not_used(
     source = open_source(config)
     values = [source[i].values for i in range(3)]
     assert [row["label"] for row in values] == ["pass", "fail", None]
-    assert [row["all"] for row in values] == [["pass"], [], ["fail", "pass"]]
+    assert [row["all"] for row in values] == [
+        [{"of": "pass"}],
+        [],
+        [{"of": "fail"}, {"of": "pass"}],
+    ]

@@ -98,11 +98,10 @@ def _open_dataset(config: HubSource) -> Source:
     split = dataset.split or config.split or _SPLIT
     name, place = config.name or folder.name, f"{config.path}[{split}]"
     if config.streaming is not None:
+        if labeled:
+            dataset = dataset.map(partial(with_class_names, labeled=labeled))
         return StreamedRows(
-            *(
-                name,
-                dataset.map(partial(with_class_names, labeled=labeled)) if labeled else dataset,
-            ),
+            *(name, dataset),
             place=place,
             block_size=config.streaming.shuffle_buffer,
             num_rows=config.max_samples,

@@ -379,10 +379,12 @@ def _names() -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_groups_end_with_their_file() -> Iterator[None]:
-    """A DeepSpeed engine that is alone makes a group of one process and sets LOCAL_RANK, which
-    stay; files that come after in the same process begin without."""
-    had_rank = "LOCAL_RANK" in os.environ
+    """A DeepSpeed engine that is alone makes a group of one process and sets LOCAL_RANK; stage 3
+    replaces ``torch.nn.functional.linear``. All stay; files that come after in the same process
+    begin without."""
+    had_rank, linear = "LOCAL_RANK" in os.environ, torch.nn.functional.linear
     yield
+    torch.nn.functional.linear = linear
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if not had_rank:

@@ -67,6 +67,24 @@ def _calls(**entries: Any) -> dict[str, Any]:
     return {"tool_calls": {"repeats": True, **entries}}
 
 
+def _functions_in(name: str, tag: str, turn: str) -> ToolFormat:
+    """Return the format of a function with XML parameters inside of a tag."""
+    return ToolFormat(
+        name,
+        turn,
+        _calls(
+            open_pattern=rf"<{tag}>\s*<function=(?P<name>[^<>\n]+)>",
+            close_pattern=rf"</function>\s*</{tag}>",
+            content="xml-inline",
+            content_args={"tag_pattern": _XML_PARAMETER.expression},
+            transform=_NAMED,
+        ),
+        opening="<function=",
+        closing="</function>",
+        parameters=_XML_PARAMETER,
+    )
+
+
 def _listed(name: str, opening: str, closing: str) -> ToolFormat:
     """Return a format of one call or a JSON list of calls between two texts. Without ``closing``
     it ends with the response."""
@@ -84,35 +102,17 @@ FORMATS: Mapping[str, ToolFormat] = {
         opening="<tool_call>",
         closing="</tool_call>",
     ),
-    "xml": ToolFormat(
+    "xml": _functions_in(
         "xml",
+        "tool_call",
         "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n"
         "</tool_call>",
-        _calls(
-            open_pattern=r"<tool_call>\s*<function=(?P<name>[^<>\n]+)>",
-            close_pattern=r"</function>\s*</tool_call>",
-            content="xml-inline",
-            content_args={"tag_pattern": _XML_PARAMETER.expression},
-            transform=_NAMED,
-        ),
-        opening="<function=",
-        closing="</function>",
-        parameters=_XML_PARAMETER,
     ),
-    "seed": ToolFormat(
+    "seed": _functions_in(
         "seed",
+        "seed:tool_call",
         "<seed:tool_call>\n<function=NAME>\n<parameter=KEY>VALUE</parameter>\n</function>\n"
         "</seed:tool_call>",
-        _calls(
-            open_pattern=r"<seed:tool_call>\s*<function=(?P<name>[^<>\n]+)>",
-            close_pattern=r"</function>\s*</seed:tool_call>",
-            content="xml-inline",
-            content_args={"tag_pattern": _XML_PARAMETER.expression},
-            transform=_NAMED,
-        ),
-        opening="<function=",
-        closing="</function>",
-        parameters=_XML_PARAMETER,
     ),
     "glm": ToolFormat(
         "glm",

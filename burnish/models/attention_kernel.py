@@ -67,9 +67,10 @@ class Choice:
             reason = f" instead of FlashAttention: {self.reason}" if self.reason else ""
             return f"torch's scaled-dot-product attention{reason}"
         title = "FlashAttention" if self.newer is None else TITLES[self.newer]
-        own = f" by torch's own kernels, because {self.newer_problem}" if self.newer_problem else ""
+        problem = self.newer_problem
+        kernels = f" by torch's own kernels, because {problem}" if problem else ""
         bits = ", deterministic" if self.deterministic else ""
-        return f"{title} over the lengths of rows{bits}{own}"
+        return f"{title} over the lengths of rows{bits}{kernels}"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def set_up_gpu(device: torch.device) -> None:
 
 @contextmanager
 def limited_trial(
-    what: str,
+    trial: str,
     way_out: str,
     device: torch.device,
     *,
@@ -53,10 +53,10 @@ def limited_trial(
     """Launch a trial of kernels in the block, then wait for them. A trial that takes long is named
     once in a warning, also while a package compiles its kernels in the block.
 
-    ``what`` is tried, and ``way_out`` switches it off, for messages. ``synchronize`` waits for the
+    ``trial`` is tried, and ``way_out`` switches it off, for messages. ``synchronize`` waits for the
     kernels. None: for those of a GPU. Raises KernelHangsError if they do not end.
     """
-    place = f"{what} on {device}"
+    place = f"{trial} on {device}"
     text = f"waiting for {place} for {TRIAL_NAMED_S:g} s; if it never ends, {way_out}"
     named = Timer(TRIAL_NAMED_S, log.warning, [text])
     named.daemon = True

@@ -292,11 +292,11 @@ def test_tools_of_rows_that_no_episode_offers_are_counted(caplog: pytest.LogCapt
     name = TOOLS[0]["function"]["name"]
     for environment, unseen in (("Hostile", 2), ("Fixed", 0)):
         engine = ScriptedEngine(lambda request: says("a"), TOKENIZER)
-        given = prompts(2, **FOREVER, tools=[*TOOLS])
-        with pool(options(environment, max_turns=1)) as made:
-            given = [replace(prompt, tools=tuple(TOOLS)) for prompt in given]
-            task_runner = runner(engine, made)
-            _, stats = sampled(task_runner, given)
+        rows = prompts(2, **FOREVER, tools=[*TOOLS])
+        with pool(options(environment, max_turns=1)) as programs:
+            with_tools = [replace(prompt, tools=tuple(TOOLS)) for prompt in rows]
+            task_runner = runner(engine, programs)
+            _, stats = sampled(task_runner, with_tools)
             task_runner.stats([])
         assert stats.sums.get("episodes/groups_with_unseen_tools", 0) == unseen
     assert [name in r.getMessage() for r in caplog.records if "tools of rows" in r.msg] == [True]

@@ -208,8 +208,8 @@ def test_a_small_copy_shows_that_a_family_can_keep_results(kind: str) -> None:
 def test_a_bias_that_is_added_in_place_is_added_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch computes a linear layer like this if its input is not contiguous, DeepSpeed always.
-    The sum goes through a view that does not share the version of the product."""
+    """DeepSpeed's stage 3 computes linear layers like this. The sum goes through a view that does
+    not share the version of the product."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         product = x.matmul(weight.t())

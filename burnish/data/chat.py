@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, Message, is_cut, roles_of, without_flags
-from burnish.data.decoding import response_decoder
 from burnish.data.left_out import REFUSED, Field, check_rendering
 from burnish.data.messages import as_messages, as_rendered, trained_flags
 from burnish.data.notices import note
@@ -309,24 +308,6 @@ def encode_completion(
         _note_text_after_end(ends[piece[trained - 1]])
     mask = [True] * trained + [False] * (len(piece) - trained)
     return [*prompt_ids, *piece], [False] * len(prompt_ids) + mask
-
-
-def response_text(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Sequence[int],
-    response_ids: Sequence[int],
-    *,
-    shown: str = "",
-) -> str:
-    """Return the text of ``response_ids`` as a continuation of ``prompt_ids``, without special
-    tokens other than tags of reasoning and those in ``shown`` (:mod:`burnish.data.decoding`).
-
-    Decoded alone, a response can lose its first space (SentencePiece) or gain ``##`` (WordPiece).
-    """
-    decode = response_decoder(tokenizer, shown=shown)
-    alone, head = decode(response_ids), decode(prompt_ids)
-    both = decode([*prompt_ids, *response_ids])
-    return both[len(head) :] if both.startswith(head) else alone
 
 
 def _without_own_end(

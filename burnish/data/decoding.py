@@ -62,6 +62,19 @@ def context_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[i
     return list(ids[begin:])
 
 
+def response_text(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    *,
+    shown: str = "",
+) -> str:
+    """Return the text of ``response_ids`` as a continuation of ``prompt_ids``, without special
+    tokens other than tags of reasoning and those in ``shown``."""
+    decode = response_decoder(tokenizer, shown=shown)
+    return text_behind(tokenizer, prompt_ids, response_ids, decode)
+
+
 def text_behind(
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Sequence[int],
@@ -71,21 +84,31 @@ def text_behind(
     """Return the text of ``response_ids`` that the tokenizer encodes as these behind the text of
     ``prompt_ids``, if it would make them of any text.
 
-    A space that the tokenizer itself adds behind a special token is not in the text. Example: the
-    ids ``[/INST] ▁a`` are those of ``[/INST]a`` to Llama 2's tokenizer, which decodes them as
-    ``[/INST] a``. ``decode``: as :func:`response_decoder` returns it, or with special tokens.
+    Decoded alone, a response can lose its first space (SentencePiece) or gain ``##`` (WordPiece).
+    Decoded behind a special token, it can gain a space that the tokenizer itself adds there.
+    Example: the ids ``[/INST] ▁a`` are those of ``[/INST]a`` to Llama 2's tokenizer, which decodes
+    them as ``[/INST] a``. ``decode``: as :func:`response_decoder` returns it, or with special
+    tokens.
     """
-    ends = [
-        i + 1
-        for i, token in enumerate(response_ids)
-        if adds_space_behind(tokenizer, token) and decode([token])
-    ]
+    ends = [i + 1 for i, token in enumerate(response_ids) if begins_text(tokenizer, token, decode)]
     first, *others = (list(response_ids[a:b]) for a, b in pairwise([0, *ends, len(response_ids)]))
-    text = decode(first)  # alone, as it is encoded behind such a token
-    if not (prompt_ids and adds_space_behind(tokenizer, prompt_ids[-1])):
-        head, both = decode(prompt_ids), decode([*prompt_ids, *first])
+    text, before = decode(first), window_of(tokenizer, prompt_ids)
+    if before:
+        head, both = decode(before), decode([*before, *first])
         text = both[len(head) :] if both.startswith(head) else text
     return text + "".join(map(decode, others))
+
+
+def window_of(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> Sequence[int]:
+    """Return the tokens of a prompt with which its response is decoded: none behind a token to
+    which the tokenizer adds a space, because text behind it is encoded as if it were alone."""
+    return () if prompt_ids and adds_space_behind(tokenizer, prompt_ids[-1]) else prompt_ids
+
+
+def begins_text(tokenizer: PreTrainedTokenizerBase, token: int, decode: Decode) -> bool:
+    """Return whether the tokens behind a visible ``token`` of a response are decoded without those
+    before them, as in :func:`window_of`."""
+    return adds_space_behind(tokenizer, token) and bool(decode([token]))
 
 
 def tokens_within(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:
@@ -102,6 +125,11 @@ def removes_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
     if is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
         return False
     return bool(tokenizer.clean_up_tokenization_spaces)
+
+
+def tokenizer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return what the tokenizer decodes, with special tokens and its own spaces."""
+    return str(tokenizer.decode(list(ids)))
 
 
 def _decoded(

@@ -19,10 +19,9 @@ from burnish.data.chat import (
     encode_conversation,
     encode_prompt,
     note_cut,
-    response_text,
 )
 from burnish.data.config import DataConfig, RewardData
-from burnish.data.decoding import response_decoder
+from burnish.data.decoding import response_decoder, response_text
 from burnish.data.left_out import REFUSED, check_rendering
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import note

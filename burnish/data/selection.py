@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.generate import BestOfN, BestWorstPairs, GenerateMode
-from burnish.data.chat import response_text
+from burnish.data.decoding import response_text
 from burnish.data.episode_rows import STATUS, TURNS, conversation_columns, token_columns
 from burnish.data.prompts.generation import Content, GenerationPrompt, with_reward
 from burnish.transcript import Episode

@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from burnish.chat_message import CALLS_IN_TEXT, Message
 from burnish.compact import IntArray
-from burnish.data.chat import encode_prompt, response_text
-from burnish.data.decoding import CONTEXT, context_of, response_decoder
+from burnish.data.chat import encode_prompt
+from burnish.data.decoding import (
+    CONTEXT,
+    context_of,
+    response_decoder,
+    response_text,
+    text_behind,
+    tokenizer_text,
+)
 from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
 from burnish.data.messages import as_messages, as_rendered
 from burnish.data.pieces import encode_piece
@@ -66,6 +73,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._with_special_tokens = partial(tokenizer_text, tokenizer)
 
     @property
     def num_tokens(self) -> int:
@@ -93,10 +101,10 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens."""
-        return str(self._tokenizer.decode(list(ids)))
+        return text_behind(self._tokenizer, (), ids, self._with_special_tokens)
 
     def response_text(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> str:
-        """Return the text of a response, see :func:`burnish.data.chat.response_text`."""
+        """Return the text of a response, see :func:`burnish.data.decoding.response_text`."""
         return response_text(self._tokenizer, context_of(self._tokenizer, prompt_ids), sampled_ids)
 
     def text_parts(
@@ -342,7 +350,7 @@ class ChatRenderer(TextCodec):
             sampled_ids,
             text[:end],
             begin=begin,
-            decode=self.decode,
+            decode=self._with_special_tokens,
         )
 
     def stream(
@@ -350,7 +358,7 @@ class ChatRenderer(TextCodec):
     ) -> MessageStream:
         """Return a reader of a response that is being sampled. What it returns is a beginning of
         what :meth:`parse` returns, with tools if ``has_tools``."""
-        text = TokenText(self._tokenizer, prompt_ids, decode=self.decode)
+        text = TokenText(self._tokenizer, prompt_ids, decode=self._with_special_tokens)
         message = self._parser_of(prompt_ids).stream(with_calls=has_tools)
         opening = FrameHold(Framing(self._framing.openings), strips=True)
         return MessageStream(text, StopHold(stops), FrameHold(self._framing), message, opening)
@@ -392,9 +400,7 @@ class ChatRenderer(TextCodec):
         if ids and (ids[-1] in self._closing_ids or (ended and ids[-1] in self._hidden)):
             end = str(self._tokenizer.convert_ids_to_tokens(ids.pop()))
         before = context_of(self._tokenizer, prompt_ids)
-        head, both = (str(self._tokenizer.decode(part)) for part in (before, before + ids))
-        text = both[len(head) :] if both.startswith(head) else str(self._tokenizer.decode(ids))
-        return text, end
+        return text_behind(self._tokenizer, before, ids, self._with_special_tokens), end
 
     def _parser_of(self, prompt_ids: Sequence[int]) -> ResponseParser:
         if not prompt_ids:

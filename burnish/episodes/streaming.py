@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from burnish.data.byte_tokens import REPLACEMENT, byte_tokens
-from burnish.data.decoding import Decode, context_of, removes_spaces
+from burnish.data.decoding import Decode, begins_text, context_of, removes_spaces, window_of
 from burnish.episodes.framing import FrameHold
 from burnish.model_text import Pattern
 
@@ -93,7 +94,7 @@ class TokenText:
     ) -> None:
         self._tokenizer, self._decode = tokenizer, decode
         self._bytes = byte_tokens(tokenizer)
-        self._window = context_of(tokenizer, prompt_ids)
+        self._window = context_of(tokenizer, window_of(tokenizer, prompt_ids))
         """Tokens of which the text was returned, as far as others depend on it."""
         self._byte_run: list[int] = []
         """Byte tokens after the window, and tokens without text."""
@@ -106,6 +107,18 @@ class TokenText:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Return the text that more tokens make certain."""
+        ends = [
+            i + 1
+            for i, token in enumerate(tokens)
+            if begins_text(self._tokenizer, token, self._decode)
+        ]
+        text = ""
+        for begin, end in pairwise([0, *ends]):
+            text += self._feed(tokens[begin:end])
+            self._window, self._seen = [], ""
+        return text + self._feed(tokens[ends[-1] if ends else 0 :])
+
+    def _feed(self, tokens: Sequence[int]) -> str:
         length = len(tokens)
         while length and self._continues_run(tokens[length - 1]):
             length -= 1

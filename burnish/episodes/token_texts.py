@@ -12,7 +12,7 @@ from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 from burnish.data.byte_tokens import REPLACEMENT, byte_tokens, is_inside_character
-from burnish.data.decoding import CONTEXT, Decode, context_of
+from burnish.data.decoding import CONTEXT, Decode, begins_text, context_of, window_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,9 +69,8 @@ class _Places:
     ) -> None:
         self._tokenizer, self._decoded = tokenizer, decode
         self._bytes = byte_tokens(tokenizer)
-        self._window = max(
-            context_of(tokenizer, prompt_ids), list(prompt_ids[-_MOST_CONTEXT:]), key=len
-        )
+        before = window_of(tokenizer, prompt_ids)
+        self._window = max(context_of(tokenizer, before), list(before[-_MOST_CONTEXT:]), key=len)
         self._seen = ""
         """Text of the window."""
         self._shorten()
@@ -90,7 +89,9 @@ class _Places:
         self._length += len(text) - common
         self.ends.append(self._length)
         self._seen = text
-        if len(self._window) > 2 * CONTEXT:
+        if begins_text(self._tokenizer, token, self._decoded):
+            self._window, self._seen = [], ""
+        elif len(self._window) > 2 * CONTEXT:
             self._shorten()
 
     def _shorten(self) -> None:

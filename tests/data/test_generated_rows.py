@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.config.generate import AllSamples, BestWorstPairs
 from burnish.data.batches import BatchStream, load_batch
-from burnish.data.chat import response_text
+from burnish.data.decoding import response_text
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig

@@ -4,13 +4,16 @@ behind the end of a prompt."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from chat_templates import PUBLISHED, published_tokenizer
 from tokenizer_kinds import KINDS, response, tokenizer_of
 
 from burnish.data.byte_tokens import byte_tokens
-from burnish.data.chat import response_text
-from burnish.episodes.renderer import TextCodec
+from burnish.data.chat import encode_completion, encode_prompt
+from burnish.data.decoding import response_text
+from burnish.episodes.renderer import ChatRenderer, TextCodec
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,3 +71,43 @@ def test_the_text_of_a_prompt_is_not_that_of_the_first_token() -> None:
     ids = [*(values[byte] for byte in "漢".encode()), word]
     parts = TextCodec(tokenizer).text_parts([values[ord("A")]], ids)
     assert [part.text for part in parts] == ["", "", "漢", "the"]
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_the_text_of_tokens_is_the_text_that_has_these_tokens(family: str) -> None:
+    """Directly behind a special token, tokenizers of the SentencePiece form (mistral) write a space
+    that is not in the text: ``[/INST]hello`` has the tokens ``[/INST] ▁hello``."""
+    tokenizer = published_tokenizer(family)
+    codec, renderer = TextCodec(tokenizer), ChatRenderer(tokenizer, history="keep")
+    inner = PUBLISHED[family][0][-1]
+    contents: list[Any] = [[{"role": "user", "content": "Hi"}], "a ", f"{inner}a"]
+    for content in contents:
+        prompt, head = encode_prompt(tokenizer, content)
+        assert codec.decode(head).endswith(prompt.removeprefix(str(tokenizer.bos_token)))
+        for text in ("hello", " hello", "  hello", "hello a"):
+            row, _ = encode_completion(tokenizer, head, text, prompt=prompt, add_eos=False)
+            ids = row[len(head) :]
+            assert response_text(tokenizer, head, ids) == text, (content, ids)
+            assert codec.response_text(head, ids) == text
+            assert renderer._message_text(ids, head, (), ended=False)[0] == text
+            assert codec.decode(row) == codec.decode(head) + text
+            assert "".join(part.text for part in codec.text_parts(head, ids)) == text
+            stream = codec.stream_text(head)
+            sent = "".join(stream.feed([token])[1] for token in ids)
+            assert sent == text
+
+
+def test_special_tokens_inside_of_a_response_begin_texts() -> None:
+    """``[TOOL_CALLS]`` is in the text that is parsed, and ``▁[`` behind it is ``[``."""
+    tokenizer = published_tokenizer("mistral")
+    renderer = ChatRenderer(tokenizer, history="keep")
+    _, head = encode_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
+    written = "a[TOOL_CALLS][1]"
+    row, _ = encode_completion(tokenizer, head, written, add_eos=False)
+    ids = row[len(head) :]
+    assert tokenizer.decode(ids) == "a[TOOL_CALLS] [1]"
+    assert renderer._message_text(ids, head, (), ended=False)[0] == written
+    assert "".join(part.text for part in renderer.message_parts(head, ids)) == written
+    text = renderer.stream(head).text
+    assert "".join(text.feed([token]) for token in ids) == written
+    assert renderer.stream(head).text.feed(ids) == written

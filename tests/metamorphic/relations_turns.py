@@ -17,7 +17,8 @@ from scripted_episodes import Player, Scripted
 
 from burnish.config.generate import AllSamples
 from burnish.data.batches import load_batch
-from burnish.data.chat import encode_completion, response_text
+from burnish.data.chat import encode_completion
+from burnish.data.decoding import response_text
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.demonstrations.encode import SFTEncoder
 from burnish.data.forms import open_rows

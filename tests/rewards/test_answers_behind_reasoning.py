@@ -15,7 +15,8 @@ from reasoning_players import reasoning_player
 from scripted_episodes import Scripted
 
 from burnish.config.generate import AllSamples
-from burnish.data.chat import encode_conversation, encode_prompt, response_text
+from burnish.data.chat import encode_conversation, encode_prompt
+from burnish.data.decoding import response_text
 from burnish.data.forms import open_rows
 from burnish.data.pieces import encode_piece
 from burnish.data.prompts.generation import GenerationPrompt

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_families import byte_bpe
 from chat_templates import published_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -328,3 +329,26 @@ def test_a_reward_model_is_trained_on_what_a_reward_reads_of_generated_rows(
         )
         assert text == rendered.rstrip("\n")
         assert "<think>\n\n</think>" in text
+
+
+def test_a_response_keeps_the_space_behind_a_prompt_of_text(
+    own: PreTrainedTokenizerFast, make_group: MakeGroup
+) -> None:
+    """Decoded alone, ``▁a b`` is ``a b``; behind ``is`` it is `` a b``. A reward model with other
+    tokens reads ``is a b``, not ``isa b``."""
+    other = byte_bpe((), eos="</s>")
+    item = _item(make_group, "what is", "a b")
+    head, ids = own("what is")["input_ids"][:-1], own(" a b")["input_ids"][1:]
+    sample = replace(
+        item.sample,
+        prompt_ids=tuple(head),
+        response_ids=tuple(ids),
+        sampler_logprobs=(0.0,) * len(ids),
+        action_mask=(True,) * len(ids),
+        versions=(0,) * len(ids),
+    )
+    assert own.decode(ids, skip_special_tokens=True) == sample.text
+    for tokenizer in (other, own):
+        prompt, response = reward_encoder(tokenizer, own, "rm")(replace(item, sample=sample))
+        text = tokenizer.decode([*prompt, *response], skip_special_tokens=True)
+        assert text == "what is a b"

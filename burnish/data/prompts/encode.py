@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.explain import nearest
 from burnish.data.chat import check_tokenizer, encode_prompt
+from burnish.data.decoding import text_behind, tokenizer_text
 from burnish.data.encoded import EncodedStream, load_all
 from burnish.data.forms import open_rows
 from burnish.data.messages import as_messages
@@ -124,7 +126,8 @@ class PromptEncoder:
 
     def truncate(self, item: Prompt) -> Prompt | None:
         ids = item.token_ids[-self.limit :]
-        return replace(item, token_ids=ids, text=str(self._tokenizer.decode(list(ids))))
+        decode = partial(tokenizer_text, self._tokenizer)
+        return replace(item, token_ids=ids, text=text_behind(self._tokenizer, (), ids, decode))
 
     def _metadata(self, row: Row) -> dict[str, Any]:
         """Return the columns other than the label and the prompt, plus the row's environment."""

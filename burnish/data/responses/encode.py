@@ -16,9 +16,8 @@ from burnish.data.chat import (
     encode_completion,
     encode_conversation,
     encode_prompt,
-    response_text,
 )
-from burnish.data.decoding import response_decoder
+from burnish.data.decoding import response_decoder, response_text
 from burnish.data.encoded import EncodedTable
 from burnish.data.episode_rows import TOKENS_TURNS, episode_of, sampled_row
 from burnish.data.messages import as_messages

@@ -17,14 +17,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from burnish.chat_message import with_cut_end
-from burnish.data.chat import (
-    encode_completion,
-    encode_conversation,
-    encode_prompt,
-    end_texts,
-    response_text,
-)
-from burnish.data.decoding import tokens_within
+from burnish.data.chat import encode_completion, encode_conversation, encode_prompt, end_texts
+from burnish.data.decoding import response_text, tokens_within
 from burnish.data.left_out import Field
 from burnish.data.pieces import encode_piece
 from burnish.data.rendering import Tools
@@ -33,6 +27,7 @@ from burnish.reasoning_tags import REASONING_TAGS
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
 from burnish.special_tokens import special_tokens
+from burnish.types import Sample
 from burnish.vocabulary import num_tokens
 
 log = logging.getLogger("burnish")
@@ -41,8 +36,8 @@ Pair = tuple[Sequence[int], Sequence[int]]
 """(prompt token ids, response token ids)."""
 Encode = Callable[[RewardInput], Pair]
 """Function that encodes an item."""
-TextOf = Callable[[Sequence[int], Sequence[int]], str]
-"""Function that returns the text of a response from the ids of its prompt and its own."""
+TextOf = Callable[[Sample], str]
+"""Function that returns the text of the last response of a sample as it continues its prompt."""
 
 
 class _Answer(NamedTuple):
@@ -51,6 +46,8 @@ class _Answer(NamedTuple):
     sampled: Pair
     """The policy's own token ids."""
     text: str
+    continuation: str
+    """The text as it continues that of the prompt, with its first space."""
     ended: bool
     """False if a token limit cut the response."""
     prompt: str | None
@@ -63,29 +60,29 @@ class _Answer(NamedTuple):
 
 
 def _answer_of(item: RewardInput, text_of: TextOf | None = None) -> _Answer:
-    """``text_of``: returns the text of the last response from its tokens. None: the text of the
-    sample."""
+    """``text_of``: returns the continuation. None: it is the text of the sample."""
     prompt, sample, episode = item.prompt, item.sample, item.sample.episode
-    pair, ended = sample.last_response, not sample.is_cut
-    response = sample.text if text_of is None else text_of(*pair)
+    pair = sample.last_response
+    continuation = sample.text if text_of is None else text_of(sample)
+    response = (pair, sample.text, continuation, not sample.is_cut)
     if episode is None:
-        message: dict[str, Any] = {"role": "assistant", "content": response}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
         conversation = (prompt.text, prompt.messages, prompt.tools, message)
-        return _Answer(pair, response, ended, *conversation)
+        return _Answer(*response, *conversation)
     number = len(episode.turns) - 1
     text = episode.text_before(number)
     if text is not None:
-        message = {"role": "assistant", "content": response}
+        message = {"role": "assistant", "content": sample.text}
         if list(pair[0]) == list(prompt.token_ids):  # the prompt of the data, rendered
             conversation = (prompt.text, prompt.messages, prompt.tools, message)
         else:
             conversation = (text, None, None, message)
-        return _Answer(pair, response, ended, *conversation)
+        return _Answer(*response, *conversation)
     messages, tools = episode.messages_before(number), episode.tools_of(number)
     message = dict(episode.turns[-1].message)
     if message.get("content", "").strip() == sample.text.strip():  # parsing strips white space
         message["content"] = sample.text
-    return _Answer(pair, response, ended, None, messages, tools or None, message)
+    return _Answer(*response, None, messages, tools or None, message)
 
 
 _TEXT = "Ab c, 12 + \u00e9\n  xyzzy"
@@ -108,13 +105,23 @@ def reward_encoder(
     reward model's template cannot write an answer. ``name``: as in
     :class:`RowEncoder`. ``step_separator``: that of a process reward model; responses keep it if it
     is a special token of the policy."""
-    text_of = None
+    text_of = partial(_with_first_space, policy_tokenizer)
     if step_separator and tokens_within(policy_tokenizer, step_separator):
-        text_of = partial(response_text, policy_tokenizer, shown=step_separator)
+        text_of = partial(_with_separators, policy_tokenizer, step_separator)
     continues = step_separator is not None
     rows = RowEncoder(reward_tokenizer, name, continues=continues, text_of=text_of)
     rows.check()
     return SampledRows(rows) if same_tokens(reward_tokenizer, policy_tokenizer) else rows
+
+
+def _with_first_space(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
+    """Return the text of a response with the first space that it loses if it is decoded alone."""
+    text = response_text(tokenizer, *sample.last_response)
+    return text if text.strip() == sample.text.strip() else sample.text  # ids can be unknown
+
+
+def _with_separators(tokenizer: PreTrainedTokenizerBase, separator: str, sample: Sample) -> str:
+    return response_text(tokenizer, *sample.last_response, shown=separator)
 
 
 def same_tokens(
@@ -280,7 +287,7 @@ class RowEncoder:
     ) -> None:
         """``name``: the reward's name, for the log. ``continues``: the model was trained on
         responses that follow the generation prompt as they are (process reward models).
-        ``text_of``: text of a response from the policy's tokens. None: that of the sample."""
+        ``text_of``: returns the continuation of a prompt. None: it is the text of the sample."""
         self.tokenizer, self.name, self.continues = tokenizer, name, continues
         self.text_of = text_of
         self._warned = self._warned_of_answers = False
@@ -305,7 +312,8 @@ class RowEncoder:
 
     def encoded(self, answer: _Answer) -> Pair:
         """Return (prompt ids, response ids) of a response. Raises as ``__call__``."""
-        text, ended = answer.text, answer.ended
+        ended = answer.ended
+        text = answer.continuation if self.continues else answer.text
         if answer.messages is not None:
             if self.tokenizer.chat_template is not None:
                 return self.of_messages(
@@ -325,7 +333,7 @@ class RowEncoder:
                     "model.chat_template to the template that it was trained with",
                     self.name,
                 )
-        return encode_text(self.tokenizer, str(answer.prompt), text, ended=ended)
+        return encode_text(self.tokenizer, str(answer.prompt), answer.continuation, ended=ended)
 
     def of_messages(
         self,

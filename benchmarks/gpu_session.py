@@ -121,7 +121,7 @@ SHORT = (
     Step("mixture", "gpu_short:mixture", 30, "4 layers of 30B-A3B: grouped_mm, tokens/s"),
     Step("copies", "gpu_short:copies", 20, "weights to the host and to a process: GB/s"),
     Step("rollout", "gpu_short:rollout", 50, "0.6B, 8 and 64 rows: tokens/s, bandwidth limit"),
-    Step("tests", "gpu_short:tests", 40, "the newest files of `tests/gpu`"),
+    Step("tests", "gpu_short:tests", 40, "the newest tests of `tests/gpu`"),
     Step("trl", "gpu_short:trl", 60, "GRPO and DPO steps beside TRL's, if its wheels are here"),
 )  # fmt: skip
 PRESETS = {"full": Preset(STEPS, 45.0, True), "short": Preset(SHORT, 9.0, False)}

@@ -33,8 +33,16 @@ from burnish.models.scratch import scratch_tokenizer
 from burnish.sync.checksum import word_sums
 
 HERE = Path(__file__).resolve().parent
-NEW_TESTS = ("test_gpu_head.py",)
-"""Files of tests/gpu that were not run on a GPU before."""
+NEW_TESTS = (
+    "test_gpu_head.py",
+    "test_gpu_copies.py",
+    "test_gpu_engines.py::test_recorded_draws_are_those_of_single_steps",
+    "test_gpu_flash.py::test_two_runs_with_train_deterministic_have_equal_bits",
+    "test_gpu_flash.py::test_an_installed_newer_flash_attention_agrees_with_sdpa",
+    "test_gpu_compile.py",
+)
+"""Tests of tests/gpu that were not run on a GPU before; compilers last, which may take the rest of
+the limit."""
 LARGE_GPU = 120e9
 """Bytes of a GPU for which a 4B model is measured instead of a 1.7B one: 14 bytes per parameter."""
 MIXTURE = "30B-A3B, 4 layers"

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from burnish.config.model import Dtype
 from burnish.models.attention import (
     ATTENTION_NAME,
     NO_MASK,
@@ -38,11 +39,14 @@ from burnish.models.attention import (
     plan_segments,
 )
 from burnish.models.family_check import failure_text
+from burnish.models.gpu import KernelHangsError, limited_trial
+from burnish.models.load import DTYPES
 from burnish.models.paths import ModelError
 from burnish.models.segments import Segment
 from burnish.models.shrink import build, shrink
 from burnish.models.support import below_rope_border, cached_result, model_support, runs_own_code
 from burnish.models.units import layers_of
+from burnish.oom import is_out_of_memory
 
 log = logging.getLogger("burnish")
 
@@ -199,9 +203,11 @@ def compile_support(config: PretrainedConfig, *, trust: bool = False) -> Compile
     return cached_result(CompileSupport, tiny, run, trust=trust)
 
 
-def check_compile(config: PretrainedConfig | None, device: torch.device) -> None:
-    """Raise ModelError if the layers of a model (None: unknown) cannot be compiled on
-    ``device``."""
+def check_compile(
+    config: PretrainedConfig | None, device: torch.device, dtype: Dtype = "fp32"
+) -> None:
+    """Raise ModelError if the layers of a model (None: unknown) cannot be compiled on ``device``,
+    or compute other numbers there in ``dtype``."""
     problem = compiler_problem(device)
     if problem is None and config is not None:
         trust = runs_own_code(config)
@@ -211,6 +217,8 @@ def check_compile(config: PretrainedConfig | None, device: torch.device) -> None
             if support.packed
             else f"layers are compiled for packed rows, and this model pads them ({support.reason})"
         )
+        if not problem and device.type == "cuda":
+            problem = device_problem(config, device, dtype)
     if problem:
         raise ModelError(f"train.compile=layers: {problem}; {_WITHOUT}")
 
@@ -252,6 +260,35 @@ def _try_to_compile(tiny: PretrainedConfig, *, trust: bool) -> CompileSupport:
     return CompileSupport(tiny.model_type, graphs=graphs[-1] - before)
 
 
+def device_problem(config: PretrainedConfig, device: torch.device, dtype: Dtype) -> str | None:
+    """Compile a small random copy of the model by the compiler of runs. Return how it fails on
+    ``device``, or None. Raises KernelHangsError if its kernels do not end."""
+    tiny = below_rope_border(shrink(config))
+    model = build(tiny, trust=runs_own_code(config))
+    model.set_attn_implementation(ATTENTION_NAME)
+    body: Any = model.get_decoder().to(device, DTYPES[dtype])
+    trial = "a small copy of the model with compiled layers"
+    with torch.enable_grad():
+        plain = _pass(body, _ROWS[0])
+        try:
+            with limited_trial(trial, _WITHOUT, device, compiling_s=_COMPILING_S):
+                CompiledLayers(body)
+                results = _pass(body, _ROWS[0])
+        except Exception as error:  # whatever a compiler raises
+            if is_out_of_memory(error) or isinstance(error, KernelHangsError):
+                raise
+            return f"compiled layers raised {failure_text(error)} on {device}"
+    most = 1e-4 if dtype == "fp32" else 0.05  # functions of a GPU; several roundings
+    for expected, computed in ((plain[:1], results[:1]), (plain[1:], results[1:])):
+        largest = max(float(x.abs().max()) for x in expected)
+        for x, y in zip(expected, computed, strict=True):
+            if not float((x - y).abs().max()) <= most * largest:
+                return f"compiled layers compute other numbers on {device}"
+    return None
+
+
+_COMPILING_S = 100.0
+"""Seconds in which a GPU's kernels of a small copy are compiled, on a slow host."""
 _ROWS = ([7, 3], [5, 9, 2], [11, 6], [4, 2, 3, 8])
 """Lengths of rows in the passes of the trial."""
 
@@ -260,11 +297,13 @@ def _pass(body: Any, lengths: list[int]) -> list[Tensor]:
     """Return last hidden states and gradients of a packed row."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     segments = [Segment(s, n) for s, n in zip(starts, lengths, strict=True)]
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    ids = torch.arange(len(positions))[None] % body.get_input_embeddings().num_embeddings
+    embeddings = body.get_input_embeddings()
+    device = embeddings.weight.device
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    ids = torch.arange(len(positions), device=device)[None] % embeddings.num_embeddings
     body.zero_grad()
     plan = plan_segments(segments, positions)
-    inputs: dict[str, Any] = {"position_ids": positions[None], "attention_mask": NO_MASK}
+    inputs = {"position_ids": positions[None], "attention_mask": NO_MASK.to(device)}
     hidden = body(input_ids=ids, use_cache=False, plan=plan, **inputs).last_hidden_state
     hidden.square().mean().backward()
     grads = [p.grad.clone() for p in body.parameters() if p.grad is not None]

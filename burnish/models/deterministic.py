@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from burnish.config.model import Dtype
 from burnish.models.attention import ATTENTION_NAME, NO_MASK, plan_segments
 from burnish.models.family_check import failure_text
+from burnish.models.gpu import limited_trial
 from burnish.models.load import DTYPES
 from burnish.models.logprobs import Head, token_logprobs
 from burnish.models.paths import ModelError
@@ -89,7 +90,11 @@ def _try(
         model.set_attn_implementation(ATTENTION_NAME)
     model.to(device, dtype)
     try:
-        with torch.enable_grad(), deterministic_kernels(True):
+        with (
+            limited_trial("two passes by deterministic kernels", WAY_OUT, device),
+            torch.enable_grad(),
+            deterministic_kernels(True),
+        ):
             first, second = (_pass(model, packed=packed) for _ in range(2))
     except RuntimeError as error:
         if "deterministic" not in str(error):  # (other problems have their own checks)

@@ -42,6 +42,7 @@ from burnish.errors import BurnishError
 from burnish.models.cache_attention import Options
 from burnish.models.flash_merge import merge
 from burnish.models.flash_versions import TITLES, Newer, select
+from burnish.models.gpu import KernelHangsError
 from burnish.models.kept_results import keep
 from burnish.models.sdpa import fits_flash
 from burnish.models.segments import Segment
@@ -187,7 +188,8 @@ class FlashSwitch:
         try:
             return compute()
         except Exception as error:  # whatever the package raises
-            if not self.may_fall_back or is_out_of_memory(error):
+            hangs = isinstance(error, KernelHangsError)  # of the merge, at its first call
+            if not self.may_fall_back or is_out_of_memory(error) or hangs:
                 raise
             log.warning(
                 "%s raised an error, so this model uses torch's own FlashAttention from now on. "

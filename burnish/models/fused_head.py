@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burnish.models.gpu import KernelHangsError, limited_trial
 from burnish.models.logit_scaling import UNSCALED, LogitScaling
 from burnish.models.sdpa import Kernels, kernels_of
 from burnish.oom import is_out_of_memory
@@ -33,6 +34,7 @@ CHUNK_BYTES = 0.7e9
 CHUNK_MULTIPLE = 128
 """Rows of a chunk are a multiple of this, for the tiles of matmuls."""
 AMPERE = (8, 0)
+_WAY_OUT = "uninstall triton (PyTorch's operations then compute log-probs)"
 BLOCK, WARPS = 4096, 8
 """Entries of the vocabulary per step of a kernel (a power of two), and warps that share them."""
 
@@ -218,7 +220,7 @@ def choose_head(
         kernels = triton_kernels()
         problem = trial_problem(kernels, device, dtype, vocabulary, scaling=scaling)
     except Exception as error:  # whatever a compiler raises
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, KernelHangsError):
             raise
         problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if problem is not None:
@@ -242,11 +244,12 @@ def trial_problem(
     upstream = Upstream(*(torch.randn(3, device=device, generator=draw) for _ in range(2)))
     transform = Transform(scaling, temperature=0.7)
     results = []
-    for each in (kernels, BY_TORCH):
-        softmax, grad = Softmax.empty(outputs, with_entropy=True), outputs.clone()
-        each.reduce(grad, targets, transform, softmax)
-        each.backward_(grad, targets, transform, softmax, upstream)
-        results.append([softmax.logprobs, softmax.log_norm, softmax.entropy, grad])
+    with limited_trial("a small call of the Triton kernels of log-probs", _WAY_OUT, device):
+        for each in (kernels, BY_TORCH):
+            softmax, grad = Softmax.empty(outputs, with_entropy=True), outputs.clone()
+            each.reduce(grad, targets, transform, softmax)
+            each.backward_(grad, targets, transform, softmax, upstream)
+            results.append([softmax.logprobs, softmax.log_norm, softmax.entropy, grad])
     names = ("log-probs", "normalization", "entropies", "gradients")
     for name, x, y in zip(names, *results, strict=True):
         assert x is not None and y is not None
@@ -275,8 +278,9 @@ def accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     total = torch.randn(128, 64, device=device, generator=draw)
     expected = total.double() + grad.T.double() @ hidden.double()
     try:
-        accumulate_wide(total, grad, hidden)
-    except (RuntimeError, TypeError):
+        with limited_trial("a small product with an fp32 sum", _WAY_OUT, device):
+            accumulate_wide(total, grad, hidden)
+    except (RuntimeError, TypeError):  # KernelHangsError is none
         return False
     return float((total - expected).abs().max()) <= 1e-4  # 64 fp32 additions of values below 50
 

@@ -49,16 +49,19 @@ def limited_trial(
     device: torch.device,
     *,
     synchronize: Callable[[], object] | None = None,
+    compiling_s: float = 0.0,
 ) -> Iterator[None]:
     """Launch a trial of kernels in the block, then wait for them. A trial that takes long is named
-    once in a warning, also while a package compiles its kernels in the block.
+    once in a warning, also while a package compiles its kernels in the block. The block must not
+    read results: it would wait without a limit.
 
     ``trial`` is tried, and ``way_out`` switches it off, for messages. ``synchronize`` waits for the
-    kernels. None: for those of a GPU. Raises KernelHangsError if they do not end.
+    kernels. None: for those of a GPU. ``compiling_s``: seconds that are usual for the block.
+    Raises KernelHangsError if they do not end.
     """
-    place = f"{trial} on {device}"
-    text = f"waiting for {place} for {TRIAL_NAMED_S:g} s; if it never ends, {way_out}"
-    named = Timer(TRIAL_NAMED_S, log.warning, [text])
+    place, named_s = f"{trial} on {device}", TRIAL_NAMED_S + compiling_s
+    text = f"waiting for {place} for {named_s:g} s; if it never ends, {way_out}"
+    named = Timer(named_s, log.warning, [text])
     named.daemon = True
     named.start()
     try:

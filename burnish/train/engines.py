@@ -55,7 +55,7 @@ def load_engine(
         spec.choose_attention(config, device, role.train.layout if packs else "padded")
     if role.train.compile == "layers":
         config = random or hf_config(role.model)
-        check_compile(config, device)
+        check_compile(config, device, role.precision.dtype)
     if role.train.deterministic:
         check_deterministic(random or hf_config(role.model), device, role.precision.dtype)
     if role.trainable and role.train.gradient_checkpointing == "selective":

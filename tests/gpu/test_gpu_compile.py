@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from burnish.config.model import Dtype
 from burnish.models.attention import ATTENTION_NAME, NO_MASK, plan_segments
-from burnish.models.compiled_layers import Compilations, CompiledLayers
+from burnish.models.compiled_layers import Compilations, CompiledLayers, device_problem
 from burnish.models.flash import FlashSwitch
 from burnish.models.segments import Segment
 
@@ -20,11 +21,15 @@ pytestmark = [
 ]
 
 
-def body_of(depth: int) -> Any:
-    torch.manual_seed(0)
+def config(depth: int) -> Qwen3Config:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
-    model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=depth, **sizes, **heads))
+    return Qwen3Config(num_hidden_layers=depth, **sizes, **heads)
+
+
+def body_of(depth: int) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(depth))
     model.set_attn_implementation(ATTENTION_NAME)
     return model.to("cuda", torch.bfloat16).get_decoder()
 
@@ -62,3 +67,8 @@ def test_compiled_layers_compute_what_eager_layers_do(checkpointing: bool) -> No
         counts.append(Compilations.so_far().graphs)
     assert len(set(counts)) == 1, "no graph is made for rows of other lengths"
     assert layers.uses == 12 * (1 + checkpointing)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_small_copy_passes_its_trial(dtype: Dtype) -> None:
+    assert device_problem(config(2), torch.device("cuda"), dtype) is None

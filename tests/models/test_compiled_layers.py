@@ -127,9 +127,22 @@ def test_gradients_are_those_of_eager_layers(checkpointing: bool) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_computes_the_numbers_of_eager_layers() -> None:
+def test_inductor_computes_the_numbers_of_eager_layers_in_few_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The compiler of runs, on a CPU: fp32 in another order. 1e-5 of the largest hidden state, and
-    of the largest gradient."""
+    of the largest gradient. A layer is at most 60 kernels, forward and backward: 7 matrix products
+    and 14 of gradients, 2 of FlashAttention, and the compiler's own."""
+    from torch._inductor import config as inductor
+
+    nodes: list[Any] = []
+
+    def count(fused: list[Any]) -> list[Any]:
+        nodes.extend(n for n in fused if "Nop" not in type(n).__name__)
+        return fused
+
+    monkeypatch.setattr(inductor, "_post_fusion_custom_pass", count)
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
     draws = [random_rows(random.Random(seed)) for seed in range(3)]
     expected = [run(body_of(2), segments) for segments in draws]
     body = body_of(2)
@@ -140,6 +153,8 @@ def test_inductor_computes_the_numbers_of_eager_layers() -> None:
         assert errors[0] <= 1e-5 * float(reference[0].abs().max())
         assert max(errors[1:]) <= 1e-5 * max(float(x.abs().max()) for x in reference[1:])
     assert layers.uses == 6
+    products = sum(node.is_extern() for node in nodes)
+    assert products == 21 and len(nodes) + 2 <= 60
 
 
 def test_passes_of_a_sampler_are_not_compiled() -> None:
@@ -188,6 +203,31 @@ def test_a_model_that_breaks_graphs_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiled_layers, "build", build)
     with pytest.raises(ModelError, match=r"train.compile=layers: its layers break the graph"):
         check_compile(config(2, rms_norm_eps=2e-6), CPU)  # another key of the cache
+
+
+def test_a_small_copy_is_compiled_on_the_device_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(Here on a CPU, without the code generator.)"""
+    monkeypatch.setattr(CompiledLayers, "backend", "aot_eager")
+    assert compiled_layers.device_problem(config(2), CPU, "fp32") is None
+    assert compiled_layers.device_problem(config(2), CPU, "bf16") is None
+
+
+def wrong(graph: Any, inputs: Any) -> Any:
+    """A compiler whose code returns other numbers."""
+    return lambda *args: [y * 1.2 if isinstance(y, Tensor) else y for y in graph(*args)]
+
+
+def broken(graph: Any, inputs: Any) -> Any:
+    raise ValueError("no such instruction")
+
+
+@pytest.mark.parametrize(("backend", "named"), [(wrong, "other numbers"), (broken, "instruction")])
+def test_code_that_fails_on_the_device_is_a_problem(
+    backend: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompiledLayers, "backend", staticmethod(backend))
+    problem = compiled_layers.device_problem(config(2), CPU, "fp32")
+    assert problem is not None and named in problem
 
 
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

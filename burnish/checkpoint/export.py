@@ -52,6 +52,7 @@ from burnish.models.scalar_model import (
 )
 from burnish.models.scalar_support import classifier_weights, require_scalar
 from burnish.models.tensor_files import tensor_sets
+from burnish.models.tied_ends import untie_as_stored
 from burnish.models.untrusted import refuse_kernels
 from burnish.models.value_head import load_scalar_model
 from burnish.small_files import read_small
@@ -414,6 +415,7 @@ def _shell(
                 outputs = weights["score.weight"].shape[0]
                 return empty_scalar(config, outputs, bias=bias, trust=trust), "model"
             auto, body_path = AutoModelForSequenceClassification, support.body_path
+        untie_as_stored(config, auto, weights, weights.__getitem__, name=str(source))
         shell = auto.from_config(config, dtype=dtype, trust_remote_code=trust)
     cast_parameters(shell, dtype)
     return cast(PreTrainedModel, shell), body_path

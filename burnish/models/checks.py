@@ -94,6 +94,18 @@ def check_weights(weights: Iterable[tuple[str, Tensor]], name: str) -> None:
             )
 
 
+def check_language_model(config: PretrainedConfig, name: str) -> None:
+    """Raise ModelError if a folder contains a reward model or classifier. With tied ends its body
+    would load as a language model, although it was trained to score."""
+    kind = next(iter(config.architectures or ()), "")
+    if re.search(r"(For\w*Classification|ForQuestionAnswering|RewardModel|ScoreModel)$", kind):
+        raise ModelError(
+            f"{name} is a {kind} (architectures in its config.json), not a language model: its "
+            "body was trained to score, so its texts and log-probs would mean nothing; use the "
+            "language model that it was trained from"
+        )
+
+
 def raise_overflow(dtype: torch.dtype, name: str) -> None:
     """Raise the ModelError for activations that are not finite in ``dtype``."""
     raise ModelError(

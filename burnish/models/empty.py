@@ -8,6 +8,7 @@ those models in full and then keeps its shard.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ from burnish.config.model import ModelConfig
 from burnish.models.buffers import persistent_buffers, plain_name, replace_buffers
 from burnish.models.islands import cast_parameters
 from burnish.models.tensor_files import Rows, TensorFiles
+from burnish.models.tied_ends import untie_as_stored
+from burnish.models.untrusted import UNREADABLE, unloadable
 
 log = logging.getLogger("burnish")
 
@@ -40,6 +43,8 @@ def empty_model(
     files = weight_files(config)
     if files is None or "quantization_config" in pretrained_config.to_dict():
         return None
+    pretrained_config = copy.deepcopy(pretrained_config)
+    untie_as_stored(pretrained_config, auto_class, files, files.read, name=str(config.path))
     with init_empty_weights(include_buffers=False):
         model = auto_class.from_config(
             pretrained_config, dtype=dtype, trust_remote_code=config.trust_remote_code
@@ -114,16 +119,23 @@ def read_tensor(config: ModelConfig, name: str) -> Tensor:
 
 
 def weight_files(config: ModelConfig) -> TensorFiles | None:
-    """Return the safetensors files of a HuggingFace folder or hub model; None if it has none or
-    some are missing."""
-    index = find_file(config, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        names = [SAFE_WEIGHTS_NAME]
-    else:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    paths = [find_file(config, name) for name in names]
+    """Return the safetensors files of a HuggingFace folder or hub model that transformers reads;
+    None if it has none or some are missing. Raises ModelError if one is damaged."""
+    single = find_file(config, SAFE_WEIGHTS_NAME)
+    index = find_file(config, SAFE_WEIGHTS_INDEX_NAME) if single is None else None
+    names = (
+        [SAFE_WEIGHTS_NAME]
+        if index is None
+        else sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    )
+    paths = [find_file(config, name) for name in names] if single is None else [single]
     existing = [path for path in paths if path is not None]
-    return TensorFiles(existing) if existing and len(existing) == len(paths) else None
+    if not existing or len(existing) != len(paths):
+        return None
+    try:
+        return TensorFiles(existing)
+    except UNREADABLE as error:
+        raise unloadable("model", str(config.path), error) from error
 
 
 def find_file(config: ModelConfig, name: str) -> Path | None:

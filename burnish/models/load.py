@@ -29,9 +29,9 @@ from burnish.models.attn_implementation import (
     use_attention,
 )
 from burnish.models.auto_class import is_composite, language_model_class
-from burnish.models.checks import check_head, check_unquantized, check_weights
+from burnish.models.checks import check_head, check_language_model, check_unquantized, check_weights
 from burnish.models.composite import check_class, other_model
-from burnish.models.empty import empty_model
+from burnish.models.empty import empty_model, weight_files
 from burnish.models.end_tokens import configured_end_tokens, gguf_entry
 from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
@@ -42,6 +42,7 @@ from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
 from burnish.models.scratch import scratch_model, scratch_tokenizer
 from burnish.models.support import model_support, row_limit, runs_own_code
+from burnish.models.tied_ends import untie_as_loaded, untie_as_stored
 from burnish.models.untrusted import (
     UNREADABLE,
     check_folder,
@@ -102,7 +103,10 @@ def load_causal_lm(
     """
     if random is None:
         check_support(config)
-    auto_class = language_model_class(random or hf_config(config))
+    pretrained_config = random or hf_config(config)
+    auto_class = language_model_class(pretrained_config)
+    if random is None and pretrained_config is not None:
+        check_language_model(pretrained_config, describe(config))
     model: Any = without_weights(auto_class, config, dtype) if empty else None
     if model is None:
         if random is not None:
@@ -410,6 +414,8 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
     options: dict[str, Any] = {"gguf_file": config.gguf_file} if config.gguf_file else {}
     if not config.gguf_file:
         options["use_safetensors"] = True
+        if (untied := _untied_config(auto_class, config)) is not None:
+            options["config"] = untied
     try:
         model, info = auto_class.from_pretrained(
             config.path,
@@ -429,6 +435,7 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
             f"{type(model).__name__}, e.g. {missing[0]}: they would be random; check that "
             "model.path is a model of this kind, and complete"
         )
+    untie_as_loaded(model, describe(config))
     if config.gguf_file:
         # The weights are dequantized. With its marks, transformers would refuse to save the model.
         model.hf_quantizer = None
@@ -436,6 +443,18 @@ def from_pretrained(auto_class: Any, config: ModelConfig, dtype: torch.dtype) ->
         if "quantization_config" in model.config.__dict__:
             del model.config.quantization_config
     return model
+
+
+def _untied_config(auto_class: Any, config: ModelConfig) -> PretrainedConfig | None:
+    """Return the config with which the folder is loaded if its files have other ends than its
+    config says; None: its own."""
+    pretrained_config, files = hf_config(config), weight_files(config)
+    if pretrained_config is None or files is None:
+        return None
+    changed = untie_as_stored(
+        pretrained_config, auto_class, files, files.read, name=describe(config)
+    )
+    return pretrained_config if changed else None
 
 
 def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -16,6 +16,9 @@ class ModelError(BurnishError, ValueError):
     """A model or tokenizer cannot be loaded or trained. The message gives the reason and a fix."""
 
 
+_SINGLE = "model.safetensors"
+
+
 def check_path(config: ModelConfig, *, warn: bool = False) -> None:
     """Raise ModelError if ``config.path`` looks like a folder that does not exist, or a folder
     without safely readable weights.
@@ -30,6 +33,12 @@ def check_path(config: ModelConfig, *, warn: bool = False) -> None:
         log.warning(
             "%s does not exist, although the folder %s does: it is treated as a hub name",
             *(config.path, path.parent),
+        )
+    if warn and all((path / name).is_file() for name in (_SINGLE, f"{_SINGLE}.index.json")):
+        log.warning(
+            "%s has %s and the index of a model in several files: the first is read, as by "
+            "transformers (vLLM reads the others); remove one of them",
+            *(path, _SINGLE),
         )
     if config.gguf_file and path.is_dir() and not (path / config.gguf_file).is_file():
         have = sorted(p.name for p in path.glob("*.gguf"))

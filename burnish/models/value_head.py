@@ -8,6 +8,7 @@ between them.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from burnish.config.model import Dtype, ModelConfig
 from burnish.models.attn_implementation import use_attention
-from burnish.models.empty import read_tensor
+from burnish.models.empty import read_tensor, weight_files
 from burnish.models.load import (
     DTYPES,
     ModelError,
@@ -109,6 +110,8 @@ def load_scalar_model(  # house: ok properties of the model and of its head
         )
     if pretrained_config is not None:
         require_scalar(pretrained_config, describe(config), trust=config.trust_remote_code)
+        if random is None:
+            _check_no_head(config, pretrained_config)
     network = _language_model(
         config, dtype=dtype, device=device, empty=empty, random=random, seed=seed
     )
@@ -217,6 +220,30 @@ def has_score(config: PretrainedConfig) -> bool:
     Burnish, or transformers' sequence classifier."""
     names = config.architectures or []
     return is_own(config) or any(name.endswith("ForSequenceClassification") for name in names)
+
+
+def _check_no_head(config: ModelConfig, pretrained_config: PretrainedConfig) -> None:
+    """Raise ModelError if the files have a head of another form, which a new one would replace
+    (OpenRLHF's reward models, TRL's value heads, token classifiers)."""
+    names = weight_files(config) or ()
+    head = next((name for name in sorted(names) if _HEAD.match(name)), None)
+    if head is None:
+        return
+    kind = (pretrained_config.architectures or ["unknown"])[0]
+    raise ModelError(
+        f"{describe(config)} has a trained head ({head}) that Burnish does not read, because its "
+        f"config.json has architectures: [{kind}]; a new one would replace it. If it is one linear "
+        "layer on the last token (OpenRLHF's RewardModel), name its tensor score.weight, and set "
+        "architectures to the sequence classifier of the family (such as "
+        "[LlamaForSequenceClassification]) and num_labels to 1. For a new head, remove the old "
+        "one: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+    )
+
+
+_HEAD = re.compile(
+    r"(score|classifier|qa_outputs|(regression|reward|value)\w*|(v|rm|classification)_head)\."
+)
+"""Beginning of the names of a head's tensors, outside of the body."""
 
 
 def check_outputs(

@@ -2,7 +2,7 @@
 
 A config comes from the recipe (``scratch``), a folder's config.json, or the hub's cache on this
 machine. If a hub model is not cached, the small table ``models.yaml`` is used. Nothing is
-downloaded and no weight is read.
+downloaded. No weight is read, but for tied ends if a folder has both (``models/tied_ends.py``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from burnish.errors import BurnishError
 from burnish.messages import library_text
 from burnish.models.auto_class import language_model_class
 from burnish.models.buffers import plain_name
+from burnish.models.empty import weight_files
 from burnish.models.load import describe
 from burnish.models.lora import add_adapters
 from burnish.models.lora_layers import is_adapter
 from burnish.models.nf4 import layers_to_quantize
+from burnish.models.paths import ModelError
 from burnish.models.scalar_model import head_width
 from burnish.models.scratch import scratch_config
+from burnish.models.tied_ends import untie_as_stored
 from burnish.models.units import gathered_modules
 from burnish.models.untrusted import UNREADABLE, check_kinds, refuse_kernels
 from burnish.models.value_head import has_score
@@ -352,10 +355,22 @@ def find_config(model: ModelConfig) -> tuple[PretrainedConfig, str]:
     if not model.trust_remote_code:
         refuse_kernels(config, path)
     is_folder = Path(path).is_dir()
+    if is_folder:
+        _untie(config, model)
     return (
         config,
         f"{path}/config.json" if is_folder else f"config of {path} in the HuggingFace cache",
     )
+
+
+def _untie(config: PretrainedConfig, model: ModelConfig) -> None:
+    try:
+        files = weight_files(model)
+    except ModelError:  # a plan needs no weights: the config decides
+        return
+    if files is not None:
+        auto_class, name = language_model_class(config), str(model.path)
+        untie_as_stored(config, auto_class, files, files.read, name=name)
 
 
 def _from_table(path: str, error: Exception) -> tuple[PretrainedConfig, str]:

@@ -27,6 +27,7 @@ from burnish.episodes.template import ChatTemplate
 from burnish.jobs.episodes import agent_spec
 from burnish.models.checks import check_compute_dtype
 from burnish.models.digest import present_tokenizer_digest
+from burnish.models.empty import read_tensor
 from burnish.models.load import (
     ModelError,
     load_causal_lm,
@@ -169,6 +170,7 @@ def test_missing_weights_are_an_error(tmp_path: Path, folder: Path) -> None:
     """An untied classifier as a language model would get a random output projection."""
     edit(folder / "config.json", tie_word_embeddings=False)
     classifier(folder).save_pretrained(tmp_path / "other")
+    edit(tmp_path / "other" / "config.json", architectures=["LlamaForCausalLM"])
     with pytest.raises(
         ModelError, match=r"no weights for 1 parameters .*lm_head\.weight: they would be random"
     ):
@@ -329,6 +331,24 @@ def test_a_classifier_of_one_output_keeps_its_scores(folder: Path, tmp_path: Pat
         torch.testing.assert_close(score, theirs(tokens).logits[0, 0])
 
 
+def test_a_head_of_another_form_is_not_replaced_by_a_new_one(folder: Path, tmp_path: Path) -> None:
+    """OpenRLHF saves a reward model with its own class; the fields of the message let it be read,
+    and saving the language model alone removes the head."""
+    theirs = classifier(folder).eval()
+    theirs.save_pretrained(tmp_path / "rm")
+    edit(tmp_path / "rm" / "config.json", architectures=["RewardModel"])
+    config = ModelConfig(path=str(tmp_path / "rm"))
+    for empty in (False, True):
+        with pytest.raises(ModelError, match=r"trained head \(score\.weight\).*\[RewardModel\]"):
+            load_scalar_model(config, new_head="random", empty=empty)
+    LlamaForCausalLM.from_pretrained(tmp_path / "rm").save_pretrained(tmp_path / "new")
+    load_scalar_model(ModelConfig(path=str(tmp_path / "new")), new_head="random")
+    fields = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    edit(tmp_path / "rm" / "config.json", **fields)
+    read = load_scalar_model(config, new_head="random").score.weight
+    assert torch.equal(read, theirs.score.weight)
+
+
 def test_a_new_head_is_drawn_from_its_seed_alone(tiny_config: ModelConfig) -> None:
     def head(seed: int) -> torch.Tensor:
         torch.manual_seed(99 + seed)
@@ -449,3 +469,27 @@ def test_models_that_need_token_ids_are_tried_in_half_precision(model_type: str)
     model = build(shrink(AutoConfig.for_model(model_type)))
     place(model, dtype="bf16", device="cpu")
     check_compute_dtype(model.get_decoder(), model_type, backward=True)
+
+
+def test_a_reward_model_is_no_language_model(folder: Path, tmp_path: Path) -> None:
+    """With tied ends it has all weights of one."""
+    classifier(folder).save_pretrained(tmp_path / "one")
+    for empty in (False, True):
+        with pytest.raises(ModelError, match=r"LlamaForSequenceClassification.*not a language"):
+            load_causal_lm(ModelConfig(path=str(tmp_path / "one")), empty=empty)
+
+
+def test_one_file_is_read_before_the_index_of_several(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by transformers, also by ranks that read their rows."""
+    other = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    single = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    other.save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").write_bytes(single)
+    config = ModelConfig(path=str(folder))
+    weight = load_causal_lm(config).get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert not torch.equal(weight, other.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(weight, read_tensor(config, "model.layers.0.mlp.up_proj.weight"))
+    assert "remove one of them" in caplog.text

@@ -1,7 +1,8 @@
 """Tags around the reasoning of a model: one table of the texts that model families write.
 
 Which of them a model uses is found from its chat template
-(:func:`burnish.data.rendering.tags_of`). Channels (gpt-oss) are no tags.
+(:func:`burnish.data.rendering.tags_of`). Channels (gpt-oss) are no tags: a response has messages
+of reasoning and of the answer (:func:`split_channels`).
 """
 
 from __future__ import annotations
@@ -81,15 +82,48 @@ REASONING_TAGS = (
 """The tags of model families without channels."""
 
 
+CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+"""Special tokens of the messages in channels of which a response consists."""
+_ANSWERS = ("final", "commentary")
+_MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+
+
+def split_channels(response: str) -> tuple[str, str] | None:
+    """Return (reasoning, answer) of a response in channels; None if it has none. Calls are in
+    neither of them. Text before the first channel continues reasoning that the prompt opens.
+
+    >>> thought, begin = "<|channel|>analysis<|message|>7<|end|>", "<|start|>assistant<|channel|>"
+    >>> split_channels(f"{thought}{begin}final<|message|>4"), split_channels(thought)
+    (('7', '4'), ('7', ''))
+    """
+    before, *messages = response.split("<|channel|>")
+    if not messages:
+        return None
+    opened, is_closed, _ = before.partition("<|end|>")
+    reasoning: list[str] = [opened] if is_closed else []
+    answers: list[str] = []
+    for message in messages:
+        header, _, body = message.partition("<|message|>")
+        name = header.split()[0] if header.strip() else ""
+        text = min((body.partition(end)[0] for end in _MESSAGE_ENDS), key=len)
+        if " to=" not in f"{before.rpartition('<|start|>')[2]} {header}":
+            (answers if name in _ANSWERS else reasoning).append(text)
+        before = body
+    return "\n".join(reasoning), "\n".join(answers)
+
+
 def after_reasoning(response: str, prompt: str = "") -> str:
     """Return the response after its last closing tag, or all of it if there is none. Tags that are
-    words count in a response that begins with one, and behind a ``prompt`` that ends with one.
+    words count in a response that begins with one, and behind a ``prompt`` that ends with one. Of
+    a response in channels, return the answer.
 
     >>> after_reasoning("<think>7</think>4"), after_reasoning("[THINK]7[/THINK]4")
     ('4', '4')
     >>> after_reasoning("7</thought>4"), after_reasoning("7</thought>4", "A: <thought>\\n")
     ('7</thought>4', '4')
     """
+    if (parts := split_channels(response)) is not None:
+        return parts[1]
     begin, before = response.lstrip(), prompt.rstrip()
     read = (
         tags

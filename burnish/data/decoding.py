@@ -1,8 +1,9 @@
 """Decode the tokens of a response to its text.
 
 The text has no special tokens, such as the end token, but it has the tags of the reasoning, which
-are special tokens in some models (Magistral: ``[THINK]``). Otherwise what reads the text could not
-tell the reasoning from the answer, and the tokens of the text would be others.
+are special tokens in some models (Magistral: ``[THINK]``), and those of channels (gpt-oss).
+Otherwise what reads the text could not tell the reasoning from the answer, and the tokens of the
+text would be others.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 from burnish.data.byte_tokens import byte_tokens, is_inside_character
 from burnish.data.pieces import adds_space_behind, plain_ids
-from burnish.data.rendering import tags_of
-from burnish.reasoning_tags import Tags
+from burnish.data.rendering import tags_of, writes_channels
+from burnish.reasoning_tags import CHANNEL_TOKENS, Tags
 from burnish.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 CONTEXT = 8
 """Tokens before others that determine how these decode."""
 Decode = Callable[[Sequence[int]], str]
-_Known = tuple[Tags, Mapping[int, str], dict[int, str] | None]
+_Known = tuple[Tags | None, Mapping[int, str], dict[int, str] | None]
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, _Known] = WeakKeyDictionary()
 
 
@@ -141,14 +142,15 @@ def _decoded(
 
 
 def _without_tags(tokenizer: PreTrainedTokenizerBase) -> dict[int, str] | None:
-    """Return the special tokens that are no tags of the chat template's reasoning. None: no special
-    token is one."""
-    tags = tags_of(tokenizer)
-    if tags is None:
+    """Return the special tokens that are no tags of the chat template's reasoning or channels.
+    None: no special token is one."""
+    tags, has_channels = tags_of(tokenizer), writes_channels(tokenizer)
+    if tags is None and not has_channels:
         return None
     special, known = special_tokens(tokenizer), _known.get(tokenizer)
     if known is None or known[0] is not tags or known[1] is not special:
-        shown = {*plain_ids(tokenizer, tags.begin), *plain_ids(tokenizer, tags.end)}
+        parts = (*((tags.begin, tags.end) if tags else ()), *(CHANNEL_TOKENS * has_channels))
+        shown = {token for part in parts for token in plain_ids(tokenizer, part)}
         hidden = {token: text for token, text in special.items() if token not in shown}
         known = (tags, special, hidden if len(hidden) < len(special) else None)
         _known[tokenizer] = known

@@ -25,7 +25,7 @@ from jinja2 import TemplateError
 from burnish.chat_message import REASONING, Message, roles_of
 from burnish.data.notices import note
 from burnish.data.sources import DataError
-from burnish.data.thoughts import text_behind_repeated, with_reasoning_key
+from burnish.data.thoughts import text_behind_repeated, with_reasoning_key, without_channels
 from burnish.reasoning_tags import REASONING_TAGS, THINK, BlockState, Tags
 from burnish.templates import render_chat
 
@@ -207,6 +207,12 @@ def tags_of(tokenizer: PreTrainedTokenizerBase) -> Tags | None:
     return known[1]
 
 
+def writes_channels(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes answers in channels (gpt-oss)."""
+    template = str(tokenizer.chat_template)
+    return "<|channel|>" in template and "<|message|>" in template
+
+
 _GENERATION = re.compile(r"\{%(-?)\s*(end|)generation\s*(-?)%\}")
 _ANSWER, _THOUGHT = "qzanswerzq", "qzthoughtzq"
 _TOOLS: Tools = (
@@ -224,7 +230,10 @@ _TOOLS: Tools = (
 def with_reasoning_once(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> list[dict[str, Any]]:
-    """Return the messages, with reasoning under its key and in the text kept once."""
+    """Return the messages, with reasoning under its key and in the text kept once, and without
+    channels in the text if the template writes them itself."""
+    if writes_channels(tokenizer):
+        messages = [dict(without_channels(message)) for message in messages]
     if not any(REASONING[0] in message for message in messages):
         return messages
     habits = habits_of(tokenizer, tools)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from burnish.chat_message import REASONING, Message
-from burnish.reasoning_tags import Tags
+from burnish.reasoning_tags import Tags, split_channels
 
 _MOST_PARTS = 16
 
@@ -98,6 +98,16 @@ def with_reasoning_key(message: Message, tags: Tags) -> Message:
     if block is None:
         return message
     return {**message, REASONING[0]: block[0].strip(), "content": block[1].lstrip()}
+
+
+def without_channels(message: Message) -> Message:
+    """Return an answer whose text has channels, with its reasoning in the key and its answer as
+    text: as it was parsed, if it has a key already."""
+    parts = split_channels(message.get("content") or "") if message["role"] == "assistant" else None
+    if parts is None:
+        return message
+    reasoning = message.get(REASONING[0]) or parts[0]
+    return {**message, **({REASONING[0]: reasoning} if reasoning else {}), "content": parts[1]}
 
 
 def text_behind_repeated(message: Message, tags: Tags) -> str | None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_families import chat_tokenizer
 from chat_templates import REASONING_FORMS, reasoning_tokenizer
 from reasoning_players import reasoning_player
-from scripted_episodes import Scripted
+from scripted_episodes import Player, Scripted
 
 from burnish.config.generate import AllSamples
 from burnish.data.chat import encode_conversation, encode_prompt
@@ -27,9 +28,10 @@ from burnish.data.sources import DataError
 from burnish.data.stream import RowRef
 from burnish.reasoning_tags import REASONING_TAGS, Tags
 from burnish.rewards.base import RewardInput
+from burnish.rewards.function.reward import conversation
 from burnish.rewards.math.reward import MathScorer
 from burnish.rewards.model.reward import step_ends
-from burnish.rewards.model.rows import RowEncoder
+from burnish.rewards.model.rows import RowEncoder, reward_encoder
 from burnish.rewards.python_code.tests import read_code
 from burnish.rewards.texts import prompt_and_query, prompt_end
 from burnish.rollout.base import Sampling
@@ -54,6 +56,56 @@ def answers_of() -> Iterator[Any]:
     yield score
     for reward in rewards:
         reward.close()
+
+
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>Maybe \\boxed{5}.<|end|>"
+CHANNELS = {
+    "reasoning": (f"{THOUGHT}{FINAL}The answer is 7", "The answer is 7"),
+    "no reasoning": (FINAL.removeprefix("<|start|>assistant") + "7", "7"),
+    "two blocks": (f"{THOUGHT}<|start|>assistant{THOUGHT}{FINAL}7", "7"),
+    "a preamble": (
+        f"{THOUGHT}{FINAL.replace('final', 'commentary')}Now.<|end|>{FINAL}7",
+        "Now.\n7",
+    ),
+    "cut in the reasoning": (THOUGHT.removesuffix("<|end|>"), ""),
+    "no answer": (THOUGHT, ""),
+}
+"""Response of gpt-oss -> its answer."""
+
+
+@pytest.mark.parametrize("case", CHANNELS)
+def test_answers_are_read_in_the_final_channel(case: str, answers_of: Any) -> None:
+    """Without the special tokens of channels, the text would be ``analysisMaybe .assistantfinal7``.
+    Reward models read the same message of a single response and of an episode."""
+    text, answer = CHANNELS[case]
+    player = Player(chat_tokenizer("harmony"), history="keep")
+    turn, prompt = Scripted(text), replace(player.prompt(START), label="7")
+    samples = [player.single(prompt, turn), player.episode(START, [turn], prompt=prompt)]
+    items = [RewardInput(prompt, sample) for sample in samples]
+    assert [sample.text for sample in samples] == [text, text]
+    expected = [float("7" in answer)] * 2
+    assert answers_of(player.tokenizer, items) == expected
+    assert read_code(text, "all") == (answer or None)
+    assert conversation(items[0])[-1]["content"] == answer
+    for family in ("harmony", "chatml"):
+        encode = reward_encoder(chat_tokenizer(family), player.tokenizer, "rm")
+        rows = [[list(part) for part in encode(item)] for item in items]
+        if answer:
+            assert rows[0] == rows[1]
+            read = chat_tokenizer(family).decode(rows[0][1], skip_special_tokens=True)
+            assert read.endswith(answer) and "assistantfinal<" not in read
+
+
+def test_a_row_of_text_with_channels_is_trained_as_the_message() -> None:
+    """Rows of ``generate`` without token ids, which had channels inside of the final one."""
+    tokenizer, (text, answer) = chat_tokenizer("harmony"), CHANNELS["reasoning"]
+    message = {"content": answer, "reasoning_content": "Maybe \\boxed{5}."}
+    rows = [
+        encode_conversation(tokenizer, [*START, {"role": "assistant", **answer_message}])
+        for answer_message in ({"content": text}, message)
+    ]
+    assert rows[0] == rows[1]
 
 
 @OPENED

@@ -352,3 +352,19 @@ def test_a_response_keeps_the_space_behind_a_prompt_of_text(
         prompt, response = reward_encoder(tokenizer, own, "rm")(replace(item, sample=sample))
         text = tokenizer.decode([*prompt, *response], skip_special_tokens=True)
         assert text == "what is a b"
+
+
+def test_reasoning_that_the_template_of_a_reward_model_leaves_out_is_logged_once(
+    own: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is that of a message; in a text, it is read."""
+    encode = RowEncoder(own, "rm")
+    question = [{"role": "user", "content": "a?"}]
+    plain = encode.of_messages(question, "b")
+    assert not caplog.records
+    message = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+    for _ in range(2):
+        assert encode.of_messages(question, "<think>c</think>b", message=message) == plain
+    assert [r.getMessage().split(",")[0] for r in caplog.records] == [
+        "reward 'rm': its chat template renders no reasoning"
+    ]

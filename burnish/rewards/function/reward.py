@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from burnish.data.thoughts import without_channels
 from burnish.environments.importing import LoadError, load_object
 from burnish.loop_thread import LoopThread
 from burnish.rewards.base import Reward, RewardError, RewardInput, SampleError, late
@@ -194,7 +195,7 @@ def conversation(item: RewardInput) -> list[Mapping[str, Any]]:
     prompt: Sequence[Mapping[str, Any]] = item.prompt.messages or (
         {"role": "user", "content": item.prompt.text},
     )
-    return [*prompt, {"role": "assistant", "content": item.sample.text}]
+    return [*prompt, without_channels({"role": "assistant", "content": item.sample.text})]
 
 
 def location_of(function: Any) -> str:

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.chat_message import with_cut_end
+from burnish.chat_message import REASONING, with_cut_end
 from burnish.data.chat import encode_completion, encode_conversation, encode_prompt, end_texts
 from burnish.data.decoding import response_text, tokens_within
 from burnish.data.left_out import Field
 from burnish.data.pieces import encode_piece
-from burnish.data.rendering import Tools
+from burnish.data.rendering import Tools, habits_of
 from burnish.data.sources import DataError
+from burnish.data.thoughts import without_channels
 from burnish.reasoning_tags import REASONING_TAGS
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
@@ -66,13 +67,13 @@ def _answer_of(item: RewardInput, text_of: TextOf | None = None) -> _Answer:
     continuation = sample.text if text_of is None else text_of(sample)
     response = (pair, sample.text, continuation, not sample.is_cut)
     if episode is None:
-        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        message = without_channels({"role": "assistant", "content": sample.text})
         conversation = (prompt.text, prompt.messages, prompt.tools, message)
         return _Answer(*response, *conversation)
     number = len(episode.turns) - 1
     text = episode.text_before(number)
     if text is not None:
-        message = {"role": "assistant", "content": sample.text}
+        message = without_channels({"role": "assistant", "content": sample.text})
         if list(pair[0]) == list(prompt.token_ids):  # the prompt of the data, rendered
             conversation = (prompt.text, prompt.messages, prompt.tools, message)
         else:
@@ -290,7 +291,7 @@ class RowEncoder:
         ``text_of``: returns the continuation of a prompt. None: it is the text of the sample."""
         self.tokenizer, self.name, self.continues = tokenizer, name, continues
         self.text_of = text_of
-        self._warned = self._warned_of_answers = False
+        self._warned = self._warned_of_answers = self._warned_of_reasoning = False
 
     def check(self) -> None:
         """Raise RewardError if the chat template cannot write a plain answer to a question."""
@@ -354,6 +355,7 @@ class RowEncoder:
         has_tags = False
         if not self.continues:
             answer = message or {"role": "assistant", "content": text}
+            self._warn_of_reasoning(answer, tools)
             try:
                 return self._encoded([*messages, answer], tools=tools, ended=ended)
             except DataError as error:
@@ -371,6 +373,18 @@ class RowEncoder:
                 *(self.name, problem),
             )
         return head, _trained(row)
+
+    def _warn_of_reasoning(self, answer: Mapping[str, Any], tools: Tools) -> None:
+        if self._warned_of_reasoning or REASONING[0] not in answer:
+            return
+        if habits_of(self.tokenizer, tools).ignores_reasoning_of(answer):
+            self._warned_of_reasoning = True
+            log.warning(
+                "reward %r: its chat template renders no reasoning, so it does not read that of "
+                "messages (of episodes, and of channels); in the text of a single response, a "
+                "block such as <think>...</think> is text, which it reads",
+                self.name,
+            )
 
     def _encoded(
         self,

@@ -48,6 +48,17 @@ def test_the_item_named_by_the_prompt_scores_the_response(make_group: MakeGroup)
     assert EnvironmentScorer().score(_items(group)) == [1.0, 0.0]
 
 
+def test_an_environment_reads_the_answer_behind_the_reasoning(make_group: MakeGroup) -> None:
+    """chain_sum gives a part of 1 to an answer with other text around it, less to a longer one."""
+    environment = make_environment("reasoning_gym", {"dataset": "chain_sum"}, size=5, seed=1)
+    answer = environment.item(2)["label"]
+    begin, final = "<|channel|>analysis<|message|>I add.<|end|>", "<|channel|>final<|message|>"
+    texts = [f"<think>I add.</think>\n\n{answer}", f"{begin}<|start|>assistant{final}{answer}"]
+    group = make_group(0, [*texts, f"I add. {answer}"], metadata={"environment": CHAIN})
+    scores = EnvironmentScorer().score(_items(group))
+    assert scores[:2] == [1.0, 1.0] and 0 < scores[2] < 1
+
+
 def test_a_prompt_without_an_environment_is_refused_with_the_reason(make_group: MakeGroup) -> None:
     with pytest.raises(RewardError, match="sources of kind environment") as caught:
         EnvironmentScorer().score(_items(make_group(0, ["a"], source="train")))

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from burnish.environments.base import StepResult
 from burnish.environments.make import make_environment
+from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.base import RewardInput, SampleError, late
 from burnish.rewards.build import RewardInputs
 from burnish.rewards.environment.config import EnvironmentReward
+from burnish.rewards.texts import prompt_end
 from burnish.user_calls import CallTimeoutError, UserCalls
 
 
 class EnvironmentScorer:
-    """A reward that scores each response with the environment that created its prompt.
+    """A reward that scores each response, without its reasoning, with the environment that created
+    its prompt.
 
     ``prompt.metadata["environment"]`` is ``{"name", "options", "size", "seed", "index"}``, written
     by data sources of kind ``environment``. Only single-turn environments are supported.
@@ -52,7 +55,7 @@ class EnvironmentScorer:
             environment = make_environment(
                 origin["name"], origin["options"], size=origin["size"], seed=origin["seed"]
             )
-            result = environment.step(origin["index"], item.sample.text)
+            result = environment.step(origin["index"], answer_of(item))
         except BaseException as error:
             problem = f"raised {type(error).__name__}: {error} (environment {origin})"
             raise SampleError(self, item, problem) from error
@@ -69,6 +72,13 @@ class EnvironmentScorer:
                 "rollout.episodes (docs/environments.md)",
             )
         return result.reward
+
+
+def answer_of(item: RewardInput) -> str:
+    """Return a response without its reasoning, as episodes pass it to an environment."""
+    text = item.sample.text
+    answer = after_reasoning(text, prompt_end(item, None))
+    return text if answer == text else answer.lstrip()
 
 
 def make_reward(config: EnvironmentReward, inputs: RewardInputs) -> EnvironmentScorer:

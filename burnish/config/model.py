@@ -96,8 +96,8 @@ class LoraConfig(Node):
     """Also train the norm of each output's weights (DoRA, arXiv 2402.09353)."""
     path: PathText | None = None
     """Folder of a peft adapter to start from. Its adapter_config.json sets rank, alpha, targets,
-    ``modules_to_save``, ``use_rslora`` and ``use_dora``. A tokenizer in the folder, with its chat
-    template and end token, is used instead of the base's."""
+    ``modules_to_save``, ``use_rslora`` and ``use_dora``. A tokenizer in the folder, or a chat
+    template alone, is used instead of the base's."""
     quantization: Nf4Config | None = None
     """Keep the frozen linear weights in 4 bits (QLoRA, arXiv 2305.14314; extra ``quant``): ``nf4``,
     or a mapping. The policy, its reference and the sampler all use the dequantized weights."""
@@ -255,8 +255,14 @@ class ModelConfig(Node):
 
     @property
     def template_file(self) -> Path | None:
-        """File of the chat template; None if ``chat_template`` is the template itself or unset."""
+        """File of the chat template if it is not that of the tokenizer's files: of
+        ``chat_template``, else of an adapter whose folder has no tokenizer. None: there is none, or
+        ``chat_template`` is the template itself."""
         text = self.chat_template
+        adapter = None if self.lora is None else self.lora.path
+        if text is None and adapter is not None and self.tokenizer_override is None:
+            file = Path(adapter) / "chat_template.jinja"
+            return file if file.is_file() else None
         is_path = text is not None and len(text) < 256 and Path(text).is_file()
         return Path(text) if text is not None and is_path else None
 

@@ -247,7 +247,8 @@ def _compared_tokenizers(config: TrainingJob, saved: WeightsRecord) -> WeightsRe
         digest = present_tokenizer_digest(model)
         if digest is None:
             continue
-        named = (model.tokenizer_path or model.path, model.template_file)
+        own_template = model.template_file if model.chat_template is not None else None
+        named = (model.tokenizer_path or model.path, own_template)
         entry = {"model": ", ".join(str(file) for file in named if file), "digest": digest}
         tokenizer = model.tokenizer_path or _source(model)
         then, now[name] = saved.get(name, {}), entry

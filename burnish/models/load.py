@@ -51,6 +51,7 @@ from burnish.models.untrusted import (
     unloadable,
 )
 from burnish.oom import is_out_of_memory
+from burnish.small_files import read_small
 from burnish.special_tokens import set_configured_ends, special_tokens
 from burnish.templates import variables, with_defaults
 from burnish.vocabulary import set_embeddings
@@ -244,7 +245,8 @@ def place(
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, or that of its adapter if the adapter's folder has one.
 
-    ``model.chat_template`` replaces its chat template if set, in which
+    ``model.chat_template`` replaces its chat template if set, else a chat template in the folder of
+    an adapter that has no tokenizer. In the template,
     ``model.chat_template_kwargs`` are defaults. :mod:`burnish.special_tokens` then knows the end
     tokens of the model.
 
@@ -257,8 +259,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = scratch_tokenizer(config.scratch.alphabet)
     else:
         tokenizer = _tokenizer_from_pretrained(config)
+    file = config.template_file
     if config.chat_template is not None:
-        file = config.template_file
         if file is None and "{" not in config.chat_template:
             raise ModelError(
                 f"model.chat_template={config.chat_template!r} is not a file (working directory: "
@@ -266,6 +268,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
                 "path of a template file, or the template itself"
             )
         tokenizer.chat_template = config.chat_template if file is None else file.read_text()
+    elif file is not None:
+        tokenizer.chat_template = read_small(file).decode("utf-8")
+        if str(file) not in _SAID:
+            _SAID.add(str(file))
+            log.info(
+                "the chat template is that in the adapter's folder, %s; model.tokenizer_path=%s "
+                "uses the base's",
+                *(file, describe(config)),
+            )
     if config.chat_template_kwargs:
         _set_template_defaults(tokenizer, config)
     if config.eos_token is not None:

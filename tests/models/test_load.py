@@ -431,6 +431,28 @@ def test_the_recipe_and_an_adapter_without_a_tokenizer_select_that_of_the_base(
     assert load_tokenizer(adapted).eos_token == base.eos_token
 
 
+def test_a_chat_template_alone_in_the_folder_of_an_adapter_is_that_of_the_run(
+    folder: Path, adapted: ModelConfig
+) -> None:
+    """With the base's tokenizer. Its digest is one of the run's."""
+    assert adapted.lora is not None and adapted.lora.path is not None
+    base = load_tokenizer(ModelConfig(path=str(folder)))
+    for file in Path(adapted.lora.path).glob("*token*"):
+        file.unlink()
+    file = Path(adapted.lora.path) / "chat_template.jinja"
+    assert [f.name for f in file.parent.glob("*") if "adapter" not in f.name] == [file.name]
+    chosen = load_tokenizer(adapted)
+    assert chosen.chat_template == file.read_text() != base.chat_template
+    assert (chosen.eos_token, chosen.get_vocab()) == (base.eos_token, base.get_vocab())
+    own = adapted.model_copy(update={"chat_template": "{{ messages }}"})
+    assert load_tokenizer(own).chat_template == "{{ messages }}"
+    named = adapted.model_copy(update={"tokenizer_path": str(folder)})
+    assert load_tokenizer(named).chat_template == base.chat_template
+    digest = present_tokenizer_digest(adapted)
+    file.write_text("{{ messages }}")
+    assert digest != present_tokenizer_digest(adapted)
+
+
 @pytest.mark.parametrize("end", ["<|system|>", "<|eot|>"])
 def test_the_end_of_turn_is_read_from_the_template(end: str) -> None:
     """A token with a name, and an added one."""

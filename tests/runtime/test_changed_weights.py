@@ -377,16 +377,25 @@ def test_a_changed_tokenizer_or_chat_template_is_a_warning(
         assert bool(warnings) is is_warned
 
 
+@pytest.mark.parametrize("files", ["*tok*", "chat_template.jinja"])
 def test_a_removed_tokenizer_of_the_start_adapter_is_a_warning(
-    make: MakeConfig, folders: dict[str, str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+    files: str,
+    make: MakeConfig,
+    folders: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     """The resumed run would continue with the base's."""
     adapter = burnish.export(start(make("sft", {"model": {"path": "$policy", "lora": LORA}})),
                              tmp_path / "adapter", lora="adapter")  # fmt: skip
     model = {"path": "$policy", "lora": {"path": str(adapter)}}
     keys = {"run_dir": str(tmp_path / "next"), "model": model}
+    if files == "chat_template.jinja":
+        for file in adapter.glob("*tok*"):
+            file.unlink()
+        (adapter / files).write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     run_dir = start(make("sft", keys))
-    for file in adapter.glob("tokenizer*"):
+    for file in adapter.glob(files):
         file.unlink()
     caplog.clear()
     start(make("sft", keys, 2), resume=run_dir)

@@ -24,8 +24,10 @@ class Tags:
     """The tags are usual words of instructions. A template that only mentions them, without writing
     them around reasoning, describes the content of answers."""
     has_lines: bool = True
-    """Models write the tags on lines of their own, and an empty line behind the block. False: they
-    write no white space at the tags. Of interest if a template opens reasoning and renders none."""
+    """Models write the tags on lines of their own, and ``gap`` behind the block. False: they write
+    no white space at the tags. Of interest if a template opens reasoning and renders none."""
+    gap: str = "\n\n"
+    """White space between the block and the answer."""
 
     def block(self, text: str) -> tuple[str, str] | None:
         """Return (reasoning, text behind it) of an answer that begins with a block of reasoning.
@@ -70,8 +72,8 @@ REASONING_TAGS = (
     Tags("<longcat_think>", "</longcat_think>"),  # LongCat
     Tags("<mm:think>", "</mm:think>"),  # MiniMax M3
     Tags("<|START_THINKING|>", "<|END_THINKING|>", has_lines=False),  # Command A Reasoning
-    Tags("<|channel>thought", "<channel|>"),  # Gemma 4
-    Tags("<unused94>thought", "<unused95>"),  # MedGemma
+    Tags("<|channel>thought", "<channel|>", gap=""),  # Gemma 4
+    Tags("<unused94>thought", "<unused95>", gap=""),  # MedGemma
     Tags("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
     Tags("[unused16]", "[unused17]"),  # openPangu
     Tags("<|begin_of_thought|>", "<|end_of_thought|>"),  # Sky-T1, OpenThinker

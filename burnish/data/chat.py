@@ -20,6 +20,7 @@ from burnish.data.notices import note
 from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
 from burnish.data.rendering import Tools, habits_of, render_text, with_reasoning_once
 from burnish.data.sources import DataError
+from burnish.data.thoughts import Thought
 from burnish.data.turns import locate_turns
 from burnish.data.unread import note_flags
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids, turn_length
@@ -145,6 +146,11 @@ def encode_conversation(
     text, located = locate_turns(
         *(tokenizer, bare, learned, tools), is_cut=cut is not None, may_choose=not trained_from
     )
+    tags = habits_of(tokenizer, tools).tags
+    for number, turn in zip(learned, located, strict=True):
+        content = Thought.of(bare[number], tags).text
+        if content and "tool_calls" in bare[number] and content not in text[turn.begin : turn.end]:
+            _check_place(content, text[turn.end :], bare[number + 1 : learned[-1] + 1])
     ids: list[int] = []
     mask: list[bool] = []
     done = 0  # number of characters of `text` tokenized so far
@@ -392,6 +398,18 @@ def _trained_length(
     return len(answer)
 
 
+def _check_place(content: str, behind: str, following: Sequence[Message]) -> None:
+    """Raise DataError if the text of an answer with calls, which is not in its own turn, is behind
+    the results of the calls (Gemma 4)."""
+    later = json.dumps([list(message.values()) for message in following], **_AS_TEXT)
+    if behind.count(content) > later.count(json.dumps(content, **_AS_TEXT)[1:-1]):
+        raise DataError(
+            f"the chat template writes the text of an answer with calls ({content[:60]!r}) behind "
+            f"the results of the calls, outside of the answer, so the model would never learn it. "
+            f"{_WAYS_OUT_OF_TEXT}"
+        )
+
+
 def _check_behind(
     tokenizer: PreTrainedTokenizerBase, behind: Sequence[int], message: Message
 ) -> None:
@@ -406,12 +424,14 @@ def _check_behind(
     if part:
         raise DataError(
             f"the chat template writes a part of an answer ({part[:60]!r}) behind its end token, "
-            "as a turn of its own, so the model would never learn it. Remove the text of an answer "
-            "with tool calls, set train: false on it, or set model.chat_template to one that "
-            "writes both in one turn"
+            f"as a turn of its own, so the model would never learn it. {_WAYS_OUT_OF_TEXT}"
         )
 
 
+_WAYS_OUT_OF_TEXT = (
+    "Remove the text of an answer with tool calls, set train: false on it, or set "
+    "model.chat_template to one that writes both in one turn"
+)
 _AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
 """Options of JSON in which a text is searched."""
 _ends: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, dict[int, str]]] = WeakKeyDictionary()

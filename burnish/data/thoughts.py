@@ -29,11 +29,11 @@ class Thought:
         """Return the reasoning of an answer, from its key or from the beginning of its text."""
         content = message["content"]
         if reasoning := message.get(REASONING[0]):
-            return cls(reasoning.strip("\n"), "\n\n", content.strip())
+            return cls(reasoning.strip("\n"), tags.gap, content.strip())
         head, end, text = content.partition(tags.end)
         head = head.lstrip()
         if not end or (tags.begin in head and not head.startswith(tags.begin)):
-            return cls("", "\n\n", content.strip())
+            return cls("", tags.gap, content.strip())
         gap = text[: len(text) - len(text.lstrip())]
         return cls(head.removeprefix(tags.begin).strip("\n"), gap, text.strip())
 

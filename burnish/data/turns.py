@@ -150,6 +150,12 @@ def _last_turn(render: Render, messages: Sequence[Message], prompt: str, habits:
     if habits.prompt_block == "closed" and messages[-2]["role"] == "tool":
         # The answer continues the turn in which the prompt closed reasoning (DeepSeek-V3.1).
         raise DataError(_CLOSED)
+    written, _, behind = rendered.text.partition(tags.begin)
+    if behind.lstrip().startswith(thought.reasoning.strip()):
+        raise DataError(
+            f"the chat template writes {written[-_SHOWN:]!r} before the reasoning of the last "
+            f"trained answer, but not in the prompt, so the model would not write it. {_AS_TEXT}"
+        )
     return f"{tags.begin}\n{thought.reasoning}\n{tags.end}{thought.gap}{rendered.text}"
 
 

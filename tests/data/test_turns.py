@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 from chat_families import byte_bpe, chat_tokenizer
-from chat_templates import PUBLISHED, REASONING_FORMS, published_tokenizer, reasoning_tokenizer
+from chat_templates import (
+    PUBLISHED,
+    REASONING_FORMS,
+    published_tokenizer,
+    reasoning_tokenizer,
+    trl_tokenizer,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -623,3 +629,42 @@ def test_json_of_arguments_is_not_quoted_twice() -> None:
     assert segments("qwen3", as_text) == segments("qwen3", LOOP)
     as_text[1]["tool_calls"][0]["function"]["arguments"] = ""
     assert '"arguments": {}}' in segments("qwen3", as_text)[1][0]
+
+
+CALLED = answer("", tool_calls=[probe_call("look_up", {"key": "a"}, "probe0000")])
+RESULT = [result("4", "probe0000"), answer("It is 4. I look.")]
+
+
+def trained_by_trl(name: str, messages: Messages) -> list[str]:
+    """Trained texts with a template of the package trl."""
+    pytest.importorskip("trl")
+    tokenizer = trl_tokenizer(name)
+    ids, mask = encode_conversation(tokenizer, messages, tools=TOOLS)
+    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run]) for on, run in runs if on]
+
+
+def test_reasoning_that_is_added_to_an_answer_of_gemma_has_its_white_space() -> None:
+    """The first of these templates renders the reasoning of calls alone, the second that of all
+    answers."""
+    turn = "<|channel>thought\ntwo and two\n<channel|>4<turn|>"
+    thought = [user("2+2?"), answer("4", reasoning_content="two and two")]
+    for name in ("gemma4", "gemma4_v5"):
+        assert trained_by_trl(name, thought) == [turn]
+
+
+def test_a_text_behind_the_result_of_its_call_is_refused() -> None:
+    """Also if a later message repeats it. Reasoning with a call, and no text, is trained."""
+    called = {**CALLED, "reasoning_content": "hm"}
+    found = trained_by_trl("gemma4", [user("2+2?"), called, *RESULT])
+    assert found[0].startswith("<|channel>thought\nhm\n<channel|><|tool_call>")
+    assert found[1] == "It is 4. I look.<turn|>"
+    with pytest.raises(DataError, match=r"'I look\.'"):
+        trained_by_trl("gemma4", [user("2+2?"), {**called, "content": "I look."}, *RESULT])
+
+
+def test_a_turn_that_a_prompt_does_not_open_is_refused_before_reasoning() -> None:
+    """Its reasoning would be trained twice: once where the model writes it, once rendered."""
+    thought = {**RESULT[1], "reasoning_content": "so"}
+    with pytest.raises(DataError, match=r"<\|turn>model"):
+        trained_by_trl("diffusion_gemma", [user("2+2?"), CALLED, RESULT[0], thought])

@@ -109,7 +109,10 @@ def reasoning_tokenizer(form: str, *, thinking: bool) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-_SPECIAL = re.compile(r"<\|[^|<>'\"\s]+\|>|<｜[^｜]+｜>")
+_SPECIAL = re.compile(
+    r"<\|[^|<>'\"\s]+\|>|<｜[^｜]+｜>|<\|?(?:turn|channel|tool_call|tool_response)\|>"
+    r"|<\|(?:turn|channel|tool_call|tool_response)>"
+)
 
 
 def trl_templates() -> list[str]:
@@ -129,7 +132,7 @@ def trl_tokenizer(name: str) -> PreTrainedTokenizerFast:
     path = Path(str(trl and trl.origin)).parent / "chat_templates" / f"{name}.jinja"
     template = path.read_text(encoding="utf-8")
     special = tuple(sorted(set(_SPECIAL.findall(template))))
-    ends = ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|user|>")
+    ends = ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|user|>", "<turn|>")
     tokenizer = byte_bpe(special, eos=next(end for end in ends if end in special))
     tokenizer.chat_template = template
     return tokenizer

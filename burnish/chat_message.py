@@ -123,7 +123,7 @@ def text_of(content: Any) -> str:
 def wrapped_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a description of a function in OpenAI's form, which chat templates expect. Of the
     forms of Anthropic's API and of MCP, name, description and schema are kept, as in requests to
-    servers. A description of another type is unchanged.
+    servers, and ``strict`` of the Responses API is not. A description of another type is unchanged.
 
     >>> wrapped_tool({"name": "f", "input_schema": {}})
     {'type': 'function', 'function': {'name': 'f', 'parameters': {}}}
@@ -140,7 +140,11 @@ def wrapped_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in tool.items() if key not in ("type", "function")}
     if isinstance(function, Mapping):
         return {"type": "function", "function": function, **rest}
-    return {"type": "function", "function": rest} if function is None else dict(tool)
+    if function is not None:
+        return dict(tool)
+    if "type" in tool:  # the form of the Responses API
+        rest = {k: v for k, v in rest.items() if k != "strict" and v is not None}
+    return {"type": "function", "function": rest}
 
 
 def arguments_of(value: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from burnish.data.streamed import StreamedRows, num_first
 from burnish.data_files.arrow_files import READ_ERRORS
 from burnish.data_files.class_labels import labels_in_features, with_class_names
 from burnish.data_files.reading import is_saved_dataset
+from burnish.environments.multi_turn import TASK_NUMBER
 
 __all__ = ["DataError", "Row", "Source", "first_rows", "open_source", "open_sources"]
 
@@ -150,7 +151,8 @@ def _choose_split(saved: Any, config: HubSource) -> Any:
 def _seed_rows(config: SeedSource) -> Source:
     def read(i: int) -> Row:
         seed = int(np.random.SeedSequence([config.seed, i]).generate_state(1)[0])
-        return Row({"prompt": str(i), "seed": seed}, f"{config.name} row {i}")
+        row = {"prompt": str(i), "seed": seed, TASK_NUMBER: i}
+        return Row(row, f"{config.name} row {i}")
 
     return Rows(config.name, config.size, read)
 

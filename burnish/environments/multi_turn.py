@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 Message = Mapping[str, Any]
 """Chat message: ``{"role": "user", "content": "..."}``."""
+TASK_NUMBER = "task_number"
+"""Column of the rows of ``kind: seeds``, which have no prompt of their own."""
 
 
 @dataclass(frozen=True)

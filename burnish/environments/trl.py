@@ -1,8 +1,9 @@
 """Environments of TRL (``environment_factory``) as they are.
 
 The factory makes an object whose public methods are tools. ``reset(**row)`` prepares it and may
-return text, which is appended to the last message of the prompt. ``get_reward()``, if present,
-gives the reward. TRL's functions for ``tools=`` need no adapter: they are ``episodes.tools``.
+return text, which is appended to the last message of the prompt, or replaces the number of a task
+(``kind: seeds``). ``get_reward()``, if present, gives the reward. TRL's functions for ``tools=``
+need no adapter: they are ``episodes.tools``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.function_tools import make_tools
 from burnish.environments.importing import LoadError, load_object
-from burnish.environments.multi_turn import Message, Start, Step
+from burnish.environments.multi_turn import TASK_NUMBER, Message, Start, Step
 from burnish.environments.pool import plain_text
 from burnish.environments.tools import ToolEnvironment
 
@@ -68,7 +69,9 @@ class TrlEnvironment(ToolEnvironment):
         text = await self._called(partial(self._environment.reset, **row))
         start = super().reset(task, seed)
         messages = list(start.messages)
-        if text is not None:
+        if text is not None and task.get(TASK_NUMBER) is not None:  # the row has no prompt
+            messages[-1] = {**messages[-1], "content": plain_text(text, "reset")}
+        elif text is not None:
             parts = (plain_text(part, "reset") for part in (messages[-1]["content"], text))
             messages[-1] = {**messages[-1], "content": "".join(parts)}
         return Start(messages, start.tools)

@@ -15,7 +15,9 @@ from pydantic import TypeAdapter
 from burnish.agents.functions import FunctionAgents
 from burnish.config.episodes import AgentEpisodes, EnvironmentEpisodes, Episodes, ToolEpisodes
 from burnish.config.model import ModelConfig
+from burnish.config.sources import SeedSource
 from burnish.data.episode_rows import conversation_columns
+from burnish.data.sources import open_source
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.tools import ToolEnvironment
 from burnish.environments.trl import TrlEnvironment
@@ -181,6 +183,13 @@ def test_an_environment_of_trl_keeps_its_state_and_gives_the_reward() -> None:
     judged = TrlEnvironment(factory=f"{__file__}:Judged")
     _, steps = asyncio.run(play(judged, task, [calls(1), said]))
     assert [step.rewards["reward"] for step in steps] == [0, 0.25]
+
+
+def test_the_text_of_reset_replaces_the_number_of_a_task() -> None:
+    source = open_source(SeedSource(size=2))
+    made = TrlEnvironment(factory=f"{__file__}:Counter")
+    start, _ = asyncio.run(play(made, {**source[1].values, "start": 2}, []))
+    assert start.messages == [{"role": "user", "content": " The count is 2."}]
 
 
 def test_sync_methods_of_trl_do_not_block_and_only_text_is_accepted() -> None:

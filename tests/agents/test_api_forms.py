@@ -109,6 +109,8 @@ def test_tools_of_every_api_are_those_of_a_row(
     kept = {**function, **strict} if dialect is CHAT else function
     row = as_tools([{k: v for k, v in kept.items() if v is not None}])
     assert json.dumps(list(dialect.read(body, max_messages=9).tools)) == json.dumps(row)
+    if dialect is RESPONSES:
+        assert json.dumps(as_tools([sent])) == json.dumps(row)
     if dialect is MESSAGES:  # a row in the form of the request, and in that of MCP
         custom = {"type": "custom", **sent, "cache_control": {"type": "ephemeral"}}
         mcp = {("inputSchema" if k == "input_schema" else k): v for k, v in sent.items()}

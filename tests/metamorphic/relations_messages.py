@@ -141,7 +141,12 @@ def tool_forms(draw: Draw) -> None:
     wrapped = [{"type": "function", "function": tool} for tool in tools]
     forms: list[Any] = [
         draw.rng.choice(
-            [tool, {"function": tool}, {"type": "function", **tool}, json.dumps(tool)]
+            [
+                tool,
+                {"function": tool},
+                {"type": "function", **tool, "strict": True},
+                json.dumps(tool),
+            ]
             + [
                 {"name": tool["name"], key: tool["parameters"]}
                 for key in ("input_schema", "inputSchema")

@@ -6,6 +6,8 @@ choices. So a line counts as an answer only if it can be nothing else.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from burnish.model_text import DOTALL, IGNORECASE, Form, Pattern
 from burnish.rewards.math.markup import MARKS
 from burnish.rewards.math.unspaced import SCRIPT
@@ -18,6 +20,9 @@ _JOINED = Form(  # another choice after "A, " or "A) or "; "a" may be an article
     r"\s*+(?:(?:[,;/&]|(?:and|or)\b)\s*+)*+(?:(?:option|choice) )?\(?"
     r"(?:[b-hj](?!\w|'| ?[=+*^/<>-])|[ai](?=$|[),.;/]| (?:and|or)\b))"
 )
+_LONGEST = 80
+_LETTER = Pattern(r"[A-J]")
+_LETTERS = Form(r"\(?[A-J]\)?(?:(?:\s?[,;&、，；和及与與]\s?|\s|,? and |)\(?[A-J]\)?){1,9}")
 _MARKED = Form(r"\s*+(?:(?:option|choice) )?\(?[a-j][).]")
 _CONNECTED = Form(r"\s*+(?:[,;/&]|(?:and|or)\b)")
 _MARKUP = Pattern(rf"[{MARKS}*_{{}}$]|\\(?:text|math)(?:bf|rm|it)?|^[\s>#+-]+")
@@ -56,6 +61,44 @@ def with_ascii_punctuation(text: str) -> str:
     '不选B'
     """
     return _ALONE.sub(" ", text.translate(_PUNCTUATION))
+
+
+class Letters(NamedTuple):
+    """Choices that are the answer together: in alphabetical order a selection, else a sequence."""
+
+    letters: tuple[str, ...]
+    is_list: bool
+    """They are written apart, so that they cannot name a segment, an angle or a word."""
+
+
+def read_letters(text: str) -> Letters | None:
+    """Return the choices that an entire text names; None if it is another text.
+
+    >>> read_letters("(A) and (C)").is_list, read_letters("ABD").is_list, read_letters("A or C")
+    (True, False, None)
+    """
+    plain = _MARKUP.sub("", text).strip(" .")
+    if len(plain) > _LONGEST or _LETTERS.fullmatch(plain) is None:
+        return None
+    letters = _LETTER.findall(plain)
+    if len(letters) < 2 or len(set(letters)) < len(letters):
+        return None
+    return Letters(tuple(letters), is_list=plain != "".join(letters))
+
+
+def same_letters(label: Letters | None, answer: Letters | None) -> bool | None:
+    """Return whether both are the same choices, in any order if those of the label are in that of
+    the alphabet. None: both are written in one word, which can be a name, or one is no choices.
+
+    >>> same_letters(read_letters("AC"), read_letters("C, A"))
+    True
+    >>> same_letters(read_letters("C, A, B"), read_letters("A, B, C"))
+    False
+    """
+    if label is None or answer is None or not (label.is_list or answer.is_list):
+        return None
+    selection = tuple(sorted(answer.letters))
+    return label.letters in (answer.letters, selection)
 
 
 def chosen(answer_words: str) -> str | None:

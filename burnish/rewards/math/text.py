@@ -6,21 +6,29 @@ math-verify. Numbers, dates and words are handled here because math-verify parse
 letters.
 
 Reading order: :func:`last_answer` -> :func:`read_label` -> :func:`judge`; then
-``markup.py``, ``unspaced.py`` and ``quantities.py``.
+``markup.py``, ``sentences.py``, ``unspaced.py`` and ``quantities.py``.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.labels import LabelError
-from burnish.rewards.math.choices import CHOICE, chosen, concluded_choice, with_ascii_punctuation
+from burnish.rewards.math.choices import (
+    CHOICE,
+    Letters,
+    chosen,
+    concluded_choice,
+    read_letters,
+    same_letters,
+    with_ascii_punctuation,
+)
 from burnish.rewards.math.figures import Figure, read_figure
 from burnish.rewards.math.markup import MARKS, with_signs, without_quotes
 from burnish.rewards.math.quantities import (
@@ -34,12 +42,11 @@ from burnish.rewards.math.quantities import (
     read_quantity,
     spell,
 )
+from burnish.rewards.math.sentences import marked_sentences, sentence_of_label
 from burnish.rewards.math.unspaced import with_spaces
 
 _BOX = Pattern(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = Pattern(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
-_ANSWER = Pattern(r"\banswer(?:\s+is|\s*:|\s*=)\s*:?\s*", IGNORECASE)
-_END = Pattern(r"\.(?=\s|$)|,?\s(?:because|since|which)\s|,\s+(?:not|so)\s")
 _TAG = Form(r"<answer>(.*?)</answer>", DOTALL | IGNORECASE)
 _FARTHEST = 40
 """Most characters between two boxes that form one answer."""
@@ -83,8 +90,6 @@ _PRODUCT = Form("a?b?c?d?k?m?n?p?q?r?x?y?z?")
 """Lowercase letters that are usual in algebra, in the order in which a product is written."""
 _ROMAN = Form(r"[IVX]{2,}")
 _MOST_WORDS = 8
-_MARKS = 20
-"""Only this many of the last occurrences of "answer is" are examined."""
 _SIGNS = "".join(VULGAR)  # (\w does not match them)
 _CAPITAL = Pattern(r"[A-J]")
 _IS_ALTERNATIVE = Pattern(  # quotes are removed: "isnt"
@@ -120,6 +125,8 @@ class Label:
     quantity: Quantity | None = None
     figure: Figure | None = None
     """The figure that it names, if its letters are no word."""
+    letters: Letters | None = None
+    """The choices that it may name together."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,8 @@ class Ask:
 def last_answer(text: str) -> Answer | None:
     """Return the last marked answer in ``text``, or None if nothing is marked.
 
-    Marks are a box, ``<answer>``, ``####`` (the rest of the line) and "answer is". After another
+    Marks are a box, ``<answer>``, ``####`` (the rest of the line) and "answer is" in a language of
+    ``sentences.py``. After another
     mark, the text after "answer is" counts only if it is a quantity. Boxes separated only by a
     comma, "and" or "or" form one answer. Empty and unclosed boxes are ignored.
 
@@ -160,9 +168,8 @@ def last_answer(text: str) -> Answer | None:
     if place > begin:
         begin, marked = place, text[place + 4 :].strip().partition("\n")[0].strip()
     answer = Answer(marked) if marked else None
-    for match in _ANSWER.finditer(text, max(begin, 0))[-_MARKS:]:
-        sentence = _sentence(text[match.end() :])
-        if sentence and (answer is None or not answer.firm or read_quantity(sentence) is not None):
+    for sentence in marked_sentences(text, max(begin, 0)):
+        if answer is None or not answer.firm or read_quantity(sentence) is not None:
             answer = Answer(sentence, firm=False)
     return answer
 
@@ -216,12 +223,6 @@ def _boxes(text: str) -> list[_Box]:
 _SUBSCRIPT = Form(r"\s?_\s?(?:\d|\{[^{}]{1,20}\})")
 
 
-def _sentence(text: str) -> str:
-    """Return the first sentence: up to the end of the line or the first match of ``_END``."""
-    line = text.lstrip().partition("\n")[0]
-    return _END.split(line, maxsplit=1)[0].strip()
-
-
 def read_label(value: Any) -> Label:
     """Parse a label of the data.
 
@@ -249,11 +250,11 @@ def read_label(value: Any) -> Label:
         answer = last_answer(text)
         text = "" if answer is None else answer.text
     else:
-        match = _ANSWER.search(text)
-        text = _sentence(text[match.end() :]) if match else text.strip()
+        sentence = sentence_of_label(text)
+        text = text.strip() if sentence is None else sentence
     if text in _NO_VALUE:
         raise LabelError(f"is {text!r}, which is a missing value; fill it in, or drop the row")
-    return _label_of(text)
+    return replace(_label_of(text), letters=read_letters(text))
 
 
 def _label_of(text: str) -> Label:
@@ -350,6 +351,10 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
     if CHOICE.fullmatch(label.text):
         text = with_ascii_punctuation(text)
     answer = last_answer(text)
+    written = text.strip().rpartition("\n")[2] if answer is None else answer.text
+    same = None if label.letters is None else same_letters(label.letters, read_letters(written))
+    if same is not None:
+        return same
     figure = None if label.figure is None or answer is None else read_figure(answer.text)
     if label.figure is not None and figure is not None:
         return label.figure.equals(figure)

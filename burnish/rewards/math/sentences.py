@@ -1,0 +1,68 @@
+r"""Sentences that mark an answer ("The answer is 12, because ...", ``答案：12``), by language."""
+
+from __future__ import annotations
+
+from burnish.model_text import IGNORECASE, Form, Match, Pattern
+from burnish.rewards.math.quantities import read_quantity
+from burnish.rewards.math.unspaced import SCRIPT, with_spaces
+
+_NAMES_AND_VERBS = {
+    "English": (r"\banswer", r"\s+is"),
+    "German": (r"\bantwort", r"\s+(?:ist|lautet)"),
+    "French": (r"\br[ée]ponse(?:\s(?:correcte|finale))?", r"\s+est"),
+    "Spanish": (r"\brespuesta(?:\s(?:correcta|final))?", r"\s+es"),
+    "Portuguese": (r"\bresposta(?:\s(?:correta|final))?", r"\s+[ée]"),
+    "Italian": (r"\brisposta(?:\s(?:corretta|finale))?", r"\s+è"),
+    "Russian": (r"\bответ", r"\s+[—–-]"),
+    "Vietnamese": (r"\bđáp án(?:\s(?:đúng|cuối cùng))?", r"\s+là"),
+    "Chinese": (r"答案", r"(?:是|为|為|等于|等於)(?![不否什多几])"),
+    "Chinese, of choices": (r"(?:故|应|應)[选選]", r"(?:[是为為]|(?=\s?+[(（]?[A-J]))"),
+    "Japanese": (r"(?:答え|正解)", r"は"),
+    "Korean": (r"(?:정답|(?<![가-힣])답)", r"은"),
+    "Thai": (r"คำตอบ", r"คือ"),
+}
+"""Language -> the noun, and the verb behind it, instead of which a colon or ``=`` can follow."""
+_MARK = Pattern(
+    "|".join(rf"{n}(?:{v}|\s*+[:：=])" for n, v in _NAMES_AND_VERBS.values()), IGNORECASE
+)
+_END = Pattern(
+    r"\.(?=\s|$)|,?\s(?:because|since|which|weil|car|porque|perché|потому)\s|,\s+(?:not|so)\s"
+    rf"|。|[，；](?=\s?[{SCRIPT}])|[，,]?\s?(?:因[为為]|なぜなら|왜냐하면|เพราะ)"
+)
+_WORDS_BEHIND = Pattern(rf"(?<![{SCRIPT}\s])\s?(?P<words>[{SCRIPT}][{SCRIPT}\s!！~～]*+)$")
+_CHANGES = Pattern(r"^[的倍の以]|ない|なく|아니|아닙|ไม่")
+"""Words behind a value that make another one of it ("a multiple of 2"), or deny it."""
+_CHOICES = Form(r"\(?[A-J]\)?(?:[\s,、和]{0,3}\(?[A-J]\)?){0,9}")
+_MOST = 20
+"""Only this many of the last marks are examined."""
+
+
+def marked_sentences(text: str, begin: int = 0) -> list[str]:
+    """Return what follows the last marks behind ``begin``: a sentence up to its end or a reason.
+
+    Of a value or a choice that words of a language without spaces follow, return it alone.
+
+    >>> marked_sentences("The answer is 7, because 3+4=7. Answer: x = 7")
+    ['7', 'x = 7']
+    >>> marked_sentences("答案是3万元。共2步"), marked_sentences("答案: 2的倍数")
+    (['30000'], ['2的倍数'])
+    """
+    matches = _MARK.finditer(text, begin)[-_MOST:]
+    return [sentence for match in matches if (sentence := _behind(text, match))]
+
+
+def sentence_of_label(text: str) -> str | None:
+    """Return the sentence behind the first mark of a label; None without a mark."""
+    match = _MARK.search(text)
+    return None if match is None else _behind(text, match)
+
+
+def _behind(text: str, mark: Match) -> str:
+    line = text[mark.end() :].lstrip().lstrip(":：").lstrip().partition("\n")[0]
+    sentence = _END.split(line, maxsplit=1)[0].strip()
+    words = _WORDS_BEHIND.search(sentence)
+    if words is None or _CHANGES.search(words["words"]):
+        return sentence
+    value = with_spaces(f"：{sentence}").removeprefix("：")
+    value = _WORDS_BEHIND.sub("", value.strip()).strip()
+    return value if read_quantity(value) or _CHOICES.fullmatch(value) else sentence

@@ -1,12 +1,14 @@
 """Graphs, kernels and compile time of ``train.compile: layers`` on this machine.
 
     python benchmarks/compile_layers.py [--layers 28] [--hidden 128]
+    python benchmarks/compile_layers.py --decode
 
 Compiles the layers of a model of Qwen3-0.6B's depth and small width for the CPU, over packed rows
 of several lengths, and counts what one layer runs, forward and backward: operations without
 compilation; kernels of the compiler, matrix products and the operations of the attention with it.
 The last are counted as torch's scaled-dot-product attention computes them here; on a GPU
-FlashAttention takes two to six calls instead.
+FlashAttention takes two to six calls instead. With ``--decode``, of a decode step of the local
+engine (``rollout.engine.compile``).
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from common import versions
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from burnish.models.attention import ATTENTION_NAME, NO_MASK, plan_segments
-from burnish.models.compiled_layers import Compilations, CompiledLayers
+from burnish.models.attention import ATTENTION_NAME, NO_MASK, decode_plan, plan_segments
+from burnish.models.cache_attention import KVCache
+from burnish.models.compiled_layers import Compilations, CompiledLayers, is_decode_plan
 from burnish.models.segments import Segment
 
 VIEWS = ("view", "_unsafe_view", "t", "transpose", "unsqueeze", "expand", "slice", "select",
@@ -84,10 +87,54 @@ def operations(body: Any, rows: list[int]) -> collections.Counter[str]:
     return mode.counts
 
 
+def decode(body: Any, cache: KVCache, rows: int = 4) -> None:
+    """Run a decode step of rows at position 5."""
+    positions = torch.full((rows,), 5)
+    plan = decode_plan(cache, positions, 64)
+    inputs: dict[str, Any] = {"position_ids": positions[:, None], "attention_mask": NO_MASK}
+    ids = torch.ones(rows, 1, dtype=torch.long)
+    with torch.no_grad():
+        body(input_ids=ids, use_cache=False, plan=plan, **inputs)
+
+
+def count_decode(hidden: int) -> None:
+    """Print the kernels of a layer in a decode step in bf16 with ``rollout.engine.compile``."""
+    from torch._inductor import config
+
+    counts = []
+    for depth in (2, 3):
+        body, cache = make_body(depth, hidden).bfloat16().eval(), KVCache(4, 64)
+        decode(body, cache)
+        with Operations() as mode:
+            decode(body, cache)
+        counts.append(mode.counts)
+    one = counts[1] - counts[0]
+    attention = sum(n for name, n in one.items() if "scaled_dot" in name or "index" in name)
+    fused: list[Any] = []
+
+    def count(nodes: list[Any]) -> list[Any]:
+        fused.extend(n for n in nodes if "Nop" not in type(n).__name__)
+        return nodes
+
+    CompiledLayers(body, takes=is_decode_plan)
+    with config.patch({"_post_fusion_custom_pass": count, "force_disable_caches": True}):
+        decode(body, cache)
+    products = sum(node.is_extern() for node in fused)
+    print(f"operations of a layer in a decode step, not compiled: {sum(one.values())}")
+    print(
+        f"compiled: {len(fused) - products} kernels of the compiler, {products} matrix products, "
+        f"{attention} operations of attention and cache"
+    )
+
+
 def main(args: argparse.Namespace) -> None:
     """Print the counts."""
     from torch._inductor import config
 
+    if args.decode:
+        print(versions("torch", "transformers"))
+        count_decode(args.hidden)
+        return
     rows = [[33, 20, 7], [12, 51], [64, 5, 9, 3], [40]]
     counts = [operations(make_body(depth, args.hidden), rows[0]) for depth in (2, 3)]
     one = counts[1] - counts[0]
@@ -122,4 +169,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--decode", action="store_true")
     main(parser.parse_args())

@@ -120,7 +120,7 @@ SHORT = (
     Step("larger", "gpu_short:larger", 50, "1.7B (4B on 120 GB and more): 8k rows, RL 16k rows"),
     Step("mixture", "gpu_short:mixture", 30, "4 layers of 30B-A3B: grouped_mm, tokens/s"),
     Step("copies", "gpu_short:copies", 20, "weights to the host and to a process: GB/s"),
-    Step("rollout", "gpu_short:rollout", 50, "0.6B, 8 and 64 rows: tokens/s, bandwidth limit"),
+    Step("rollout", "gpu_short:rollout", 50, "0.6B, 8 and 64 rows: tokens/s, also compiled"),
     Step("tests", "gpu_short:tests", 40, "the newest tests of `tests/gpu`"),
     Step("trl", "gpu_short:trl", 60, "GRPO and DPO steps beside TRL's, if its wheels are here"),
 )  # fmt: skip

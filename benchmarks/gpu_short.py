@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from burnish.host_copies import to_host
 from burnish.models.scratch import scratch_tokenizer
+from burnish.rollout.local.config import LocalEngine
 from burnish.sync.checksum import word_sums
 
 HERE = Path(__file__).resolve().parent
@@ -39,6 +40,7 @@ NEW_TESTS = (
     "test_gpu_engines.py::test_recorded_draws_are_those_of_single_steps",
     "test_gpu_flash.py::test_two_runs_with_train_deterministic_have_equal_bits",
     "test_gpu_flash.py::test_an_installed_newer_flash_attention_agrees_with_sdpa",
+    "test_gpu_engines.py::test_compiled_steps_are_those_of_single_steps",
     "test_gpu_compile.py",
 )
 """Tests of tests/gpu that were not run on a GPU before; compilers last, which may take the rest of
@@ -185,8 +187,10 @@ def _receive(there: Any, back: Any) -> None:
 
 
 def rollout(setup: Setup, report: Report) -> None:
-    """Measure new tokens per second of the local engine with CUDA graphs."""
-    sampling(setup, report, graphs=(True,))
+    """Measure new tokens per second of the local engine with CUDA graphs, last with compiled
+    layers, which stay in the model."""
+    plain, compiled = LocalEngine(), LocalEngine(compile="layers")
+    sampling(setup, report, [(1, plain), (8, plain), (8, compiled), (1, compiled)])
 
 
 def tests(setup: Setup, report: Report) -> None:

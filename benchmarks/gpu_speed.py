@@ -193,11 +193,12 @@ def plan(setup: Setup, report: Report) -> None:
 
 def rollout(setup: Setup, report: Report) -> None:
     """Measure new tokens per second of the local engine, with and without CUDA graphs."""
-    sampling(setup, report, graphs=(True, False))
+    recorded, launched = LocalEngine(), LocalEngine(cuda_graphs=False)
+    sampling(setup, report, [(n, engine) for n in (1, 8) for engine in (recorded, launched)])
 
 
-def sampling(setup: Setup, report: Report, *, graphs: Sequence[bool]) -> None:
-    """Measure new tokens per second of the local engine. ``graphs``: values of ``cuda_graphs``."""
+def sampling(setup: Setup, report: Report, cases: Sequence[tuple[int, LocalEngine]]) -> None:
+    """Measure new tokens per second of the local engine. ``cases``: samples per prompt, config."""
     prompts, prompt, new = (2, 8, 8) if setup.tiny else (8, 512, 512)
     config = make_recipe(setup)
     set_up_gpu(torch.device(setup.device))
@@ -206,27 +207,25 @@ def sampling(setup: Setup, report: Report, *, graphs: Sequence[bool]) -> None:
     model = model.to(torch.float32 if setup.tiny else torch.bfloat16).eval()
     tokenizer = scratch_tokenizer("0123456789")
     lines = []
-    for samples in (1, 8):
+    for samples, engine_config in cases:
         requests = [
             Request(f"{i}", tuple(range(10, 10 + prompt)), n=samples, seed=i)
             for i in range(prompts)
         ]
-        for recorded in graphs:
-            with report.case(f"{prompts} x {samples}, cuda_graphs={recorded}"):
-                engine = LocalRolloutEngine(model, tokenizer, LocalEngine(cuda_graphs=recorded))
-                found = sample_case(setup, engine, requests, new)
-                limit = least_ms(setup, model, prompts * samples, prompt + new / 2)
-                if limit is not None:
-                    found |= {"limit_ms": limit, "times_the_limit": found["ms_per_step"] / limit}
-                case = {"requests": f"{prompts} x {samples}", "prompt": prompt, "new": new}
-                report.row("Local rollout", **case, cuda_graphs=recorded, **found)
-                how = "graphs" if recorded else "no graphs"
-                lines.append(
-                    f"{prompts * samples} rows, {how}: {found['tokens_per_s']:.0f} tokens/s"
-                )
-                report.summary("; ".join(lines))
-                engine.close()
-            free(setup)
+        how = "graphs" if engine_config.cuda_graphs else "no graphs"
+        how += ", compiled" if engine_config.compile == "layers" else ""
+        with report.case(f"{prompts} x {samples}, {how}"):
+            engine = LocalRolloutEngine(model, tokenizer, engine_config)
+            found = sample_case(setup, engine, requests, new)
+            limit = least_ms(setup, model, prompts * samples, prompt + new / 2)
+            if limit is not None:
+                found |= {"limit_ms": limit, "times_the_limit": found["ms_per_step"] / limit}
+            case = {"requests": f"{prompts} x {samples}", "prompt": prompt, "new": new}
+            report.row("Local rollout", **case, by=how, **found)
+            lines.append(f"{prompts * samples} rows, {how}: {found['tokens_per_s']:.0f} tokens/s")
+            report.summary("; ".join(lines))
+            engine.close()
+        free(setup)
 
 
 def least_ms(setup: Setup, model: Any, rows: int, length: float) -> float | None:

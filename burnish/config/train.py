@@ -46,13 +46,13 @@ class TrainConfig(ScheduleConfig):
     attention: Literal["auto", "flash", "sdpa"] = "auto"
     """Attention of packed rows. flash: FlashAttention over the lengths of rows, without masks or
     copies (bf16 or fp16 on a GPU; heads of equal sizes up to 256; no softcap, sinks or dropout).
-    sdpa: torch's, over rectangles of rows of similar length. auto: flash where it can be used."""
+    sdpa: torch's, over rectangles of similar rows. auto: flash if possible."""
     compile: Literal["off", "layers"] = "off"
     """layers: compile the decoder layers around their attention (torch.compile; once per class of
-    layer, for rows of any length). Fewer, larger kernels; half a minute at the first step."""
+    layer, for rows of any length). Fewer kernels; half a minute at the first step."""
     deterministic: bool = False
-    """Deterministic kernels in training passes on a GPU: repeated updates, and those after a
-    resume, have equal bits. Attention took 1.5 to 1.8 times as long on an H100. CPU runs are
+    """Deterministic kernels in training passes on a GPU: repeated and resumed updates have equal
+    bits. Attention took 1.5 to 1.8 times as long on an H100. CPU runs are
     deterministic without it; samples of vLLM are not with it."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""

@@ -146,18 +146,19 @@ class DecodePlan:
     positions: Tensor  # [B] position of the new token
     length: int
     """Number of keys to read: the longest active sequence, including its new token."""
-    mask: Tensor | None  # [B, 1, 1, length] True = may read
-    """None: the bits of a row must not depend on the batch (``models/cache_attention.py``). The
+    stable: bool = False
+    """True if the bits of a row must not depend on the batch (``models/cache_attention.py``). The
     cache then has transposed keys."""
-    _added: dict[int | None, Tensor] = field(default_factory=dict, compare=False)
+    _added: dict[Any, Tensor] = field(default_factory=dict, compare=False)
 
-    def added_mask(self, window: int | None) -> Tensor:
-        """Return the additive fp32 mask [B, 1, 1, length] for a sliding window, shared by all
-        layers."""
-        if window not in self._added:
-            keys = range(self.length)
-            self._added[window] = additive_mask(self.positions[:, None], keys, window)
-        return self._added[window]
+    def added_mask(self, window: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the additive mask [B, 1, 1, length] for a sliding window, shared by all layers. (A
+        bool mask would be converted in every layer.)"""
+        key = window, dtype
+        if key not in self._added:
+            mask = additive_mask(self.positions[:, None], range(self.length), window)
+            self._added[key] = mask.to(dtype)
+        return self._added[key]
 
 
 @dataclass(frozen=True)
@@ -213,11 +214,7 @@ def decode_plan(
     """Return the plan for one new token per active sequence, at ``positions`` [B]. ``length`` is
     at least the largest position + 1."""
     slots = torch.arange(positions.numel(), device=positions.device)
-    if stable:
-        return DecodePlan(cache, slots, positions, length, None)
-    reach = torch.arange(length, device=positions.device)
-    mask = (reach[None, :] <= positions[:, None])[:, None, None, :]
-    return DecodePlan(cache, slots, positions, length, mask)
+    return DecodePlan(cache, slots, positions, length, stable)
 
 
 class UnsupportedAttention(BurnishError, NotImplementedError):
@@ -422,14 +419,10 @@ def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: Optio
     plan.cache.write(options.layer, plan.slots, plan.positions, kv)
     keys = plan.cache.keys[options.layer][:batch, :, : plan.length]
     values = plan.cache.values[options.layer][:batch, :, : plan.length]
-    mask = plan.mask
-    if mask is None:
+    if plan.stable:
         added = plan.added_mask(window)
         out = stable_attention(query, (keys, values), added, options).transpose(1, 2)
         return F.pad(out, (0, 0, 0, 0, 0, 0, 0, padding - batch)) if padding > batch else out
-    if window is not None and plan.length > window:
-        reach = torch.arange(plan.length, device=mask.device)
-        mask = mask & (reach[None, :] > plan.positions[:, None] - window)[:, None, None, :]
     # The query heads that share a key/value head are the rows of one small matmul.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     on_cpu = query.device.type == "cpu" and query.dtype != torch.bfloat16
@@ -439,9 +432,10 @@ def _decode(plan: DecodePlan, qkv: tuple[Tensor, Tensor, Tensor], options: Optio
         scores = torch.matmul(grouped.float() * options.scale, keys.float().transpose(-1, -2))
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
-        weights = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
+        weights = scores.add_(plan.added_mask(window)).softmax(-1)
         out = torch.matmul(weights, values.float()).to(query.dtype)
     else:
+        mask = plan.added_mask(window, query.dtype)
         out = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=options.scale
         )

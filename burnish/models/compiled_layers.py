@@ -9,8 +9,9 @@ attention, after it, and the rest of the layer. They are compiled once for all l
 (and of a type, such as sliding attention), with dynamic lengths: neither the depth of the model nor
 the rows of a micro-batch make another graph.
 
-Only passes of train engines are compiled. A rollout engine that uses the same module calls the
-layers as they are, because it reads single tokens, and records CUDA graphs.
+Passes of train engines are compiled, and decode steps of the local engine that are recorded as CUDA
+graphs (``rollout.engine.compile``). Each has its own graphs, also over a module that both use, and
+leaves the passes of the other to the layers as they are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from burnish.config.model import Dtype
 from burnish.models.attention import (
     ATTENTION_NAME,
     NO_MASK,
+    DecodePlan,
     PackedPlan,
     SequenceParallelPlan,
     burnish_attention,
@@ -57,7 +59,18 @@ off) and type of layer has its own. torch's default, 8, would leave the rest unc
 MOST_ERROR = 1e-5
 """Largest difference of outputs and gradients in the trial, of the largest value: fp32 in another
 order."""
-_WITHOUT = "use train.compile=off"
+
+
+def is_training_plan(plan: object) -> bool:
+    """Return whether a plan is that of a train engine's pass."""
+    if isinstance(plan, SequenceParallelPlan):
+        return True
+    return isinstance(plan, PackedPlan) and plan.cache is None
+
+
+def is_decode_plan(plan: object) -> bool:
+    """Return whether a plan is that of a decode step."""
+    return isinstance(plan, DecodePlan)
 
 
 class CompiledLayers:
@@ -66,12 +79,20 @@ class CompiledLayers:
     backend: ClassVar[str] = "inductor"
     """Compiler of the graphs; tests that do not read its code use a faster one."""
 
-    def __init__(self, body: PreTrainedModel, backend: str | None = None) -> None:
-        """Compile the layers of ``body`` at their first use in a train engine's pass. Call this
-        before checkpointing is enabled, so that a layer is recomputed by the same graphs."""
+    def __init__(
+        self,
+        body: PreTrainedModel,
+        backend: str | None = None,
+        *,
+        takes: Callable[[object], bool] = is_training_plan,
+    ) -> None:
+        """Compile the layers of ``body`` at their first use in a pass whose attention plan
+        ``takes`` accepts. Call this before checkpointing is enabled, so that a layer is recomputed
+        by the same graphs."""
         from torch._dynamo import config
 
         config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
+        self.takes = takes
         self.on = True
         """False in passes that must run module by module."""
         self.uses = 0
@@ -109,7 +130,7 @@ class CompiledLayers:
 
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (self.on and _is_training_plan(kwargs.get("plan"))):
+            if not (self.on and self.takes(kwargs.get("plan"))):
                 return plain(*args, **kwargs)
             if checkpoints and layer.gradient_checkpointing and layer.training:
                 recomputed = functools.partial(counted, **kwargs)
@@ -127,18 +148,12 @@ torch must not compile is inside of it, so a graph would end before the layer be
 def _without_checkpointing(layer: Any) -> tuple[Callable[..., Any], bool]:
     """Return the forward of a layer without transformers' checkpointing, and whether there was
     any."""
-    function = type(layer).forward
+    function = type(layer).forward  # (that of the layer may have been switched before)
     if function.__code__.co_name != _CHECKPOINTED:
-        return layer.forward, False
+        return MethodType(function, layer), False
     while function.__code__.co_name == _CHECKPOINTED:
         function = function.__wrapped__
     return MethodType(function, layer), True
-
-
-def _is_training_plan(plan: object) -> bool:
-    if isinstance(plan, SequenceParallelPlan):
-        return True
-    return isinstance(plan, PackedPlan) and plan.cache is None
 
 
 @dataclass(frozen=True)
@@ -204,10 +219,14 @@ def compile_support(config: PretrainedConfig, *, trust: bool = False) -> Compile
 
 
 def check_compile(
-    config: PretrainedConfig | None, device: torch.device, dtype: Dtype = "fp32"
+    config: PretrainedConfig | None,
+    device: torch.device,
+    dtype: Dtype = "fp32",
+    *,
+    key: str = "train.compile",
 ) -> None:
     """Raise ModelError if the layers of a model (None: unknown) cannot be compiled on ``device``,
-    or compute other numbers there in ``dtype``."""
+    or compute other numbers there in ``dtype``. ``key`` is the one that asks for it."""
     problem = compiler_problem(device)
     if problem is None and config is not None:
         trust = runs_own_code(config)
@@ -218,9 +237,9 @@ def check_compile(
             else f"layers are compiled for packed rows, and this model pads them ({support.reason})"
         )
         if not problem and device.type == "cuda":
-            problem = device_problem(config, device, dtype)
+            problem = device_problem(config, device, dtype, way_out=f"use {key}=off")
     if problem:
-        raise ModelError(f"train.compile=layers: {problem}; {_WITHOUT}")
+        raise ModelError(f"{key}=layers: {problem}; use {key}=off")
 
 
 def _try_to_compile(tiny: PretrainedConfig, *, trust: bool) -> CompileSupport:
@@ -260,7 +279,13 @@ def _try_to_compile(tiny: PretrainedConfig, *, trust: bool) -> CompileSupport:
     return CompileSupport(tiny.model_type, graphs=graphs[-1] - before)
 
 
-def device_problem(config: PretrainedConfig, device: torch.device, dtype: Dtype) -> str | None:
+def device_problem(
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: Dtype,
+    *,
+    way_out: str = "use train.compile=off",
+) -> str | None:
     """Compile a small random copy of the model by the compiler of runs. Return how it fails on
     ``device``, or None. Raises KernelHangsError if its kernels do not end."""
     tiny = below_rope_border(shrink(config))
@@ -271,7 +296,7 @@ def device_problem(config: PretrainedConfig, device: torch.device, dtype: Dtype)
     with torch.enable_grad():
         plain = _pass(body, _ROWS[0])
         try:
-            with limited_trial(trial, _WITHOUT, device, compiling_s=_COMPILING_S):
+            with limited_trial(trial, way_out, device, compiling_s=_COMPILING_S):
                 CompiledLayers(body)
                 results = _pass(body, _ROWS[0])
         except Exception as error:  # whatever a compiler raises

@@ -185,6 +185,19 @@ def test_recorded_draws_are_those_of_single_steps(
         assert recorded[key].kept_ids == one.kept_ids
 
 
+def test_compiled_steps_are_those_of_single_steps(
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """fp32 in another order, over logits of size 10. Three cache sizes with 300 tokens."""
+    recorded, single = (
+        sampled(model_on("cuda"), tiny_tokenizer, Sampling(300, 0.7), **config)
+        for config in ({"compile": "layers"}, {"cuda_graphs": False})
+    )
+    for key, one in single.items():
+        assert recorded[key].token_ids == one.token_ids
+        assert recorded[key].logprobs == pytest.approx(one.logprobs, abs=5e-5)
+
+
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),

@@ -74,9 +74,9 @@ class DecodeGraphs:
     """Captures and replays decode steps over a cache of one size: two launches per token instead of
     hundreds of small kernels.
 
-    The graph of the logits is captured per (batch bucket, length bucket), both powers of two, over
-    a cache with fixed addresses. Rows beyond the active ones write garbage to free slots, which are
-    never read.
+    The graph of the logits is captured per (rows, keys read), the next power of two and
+    :meth:`keys_read`, over a cache with fixed addresses. Rows beyond the active ones write garbage
+    to free slots, which are never read.
     """
 
     def __init__(
@@ -102,6 +102,17 @@ class DecodeGraphs:
         return 1 << max(0, count - 1).bit_length()
 
     @staticmethod
+    def keys_read(count: int) -> int:
+        """Return the number of keys that a step reads for rows of at most ``count``: a multiple of
+        64, and one of four between two powers of two.
+
+        >>> [DecodeGraphs.keys_read(n) for n in (1, 64, 65, 300, 512, 513, 1000, 1025)]
+        [64, 64, 128, 320, 512, 640, 1024, 1280]
+        """
+        step = max(64, 1 << max(0, (count - 1).bit_length() - 3))
+        return -(-count // step) * step
+
+    @staticmethod
     def largest_bucket(count: int) -> int:
         """Return the largest bucket that is not larger than a count."""
         return 1 << (count.bit_length() - 1)
@@ -111,7 +122,7 @@ class DecodeGraphs:
         (and with kept ids a second time, when the GPU has nothing left to do)."""
         count, num_steps = len(block.rows), len(block.uniforms)
         batch = self.padded(count)
-        reach = min(self.padded(max(block.num_keys, 64)), self.cache.capacity)
+        reach = min(self.keys_read(block.num_keys), self.cache.capacity)
         with torch.cuda.device(self.device):  # may differ from the current device
             step = self._recorded_step(batch, reach)
             draw = self._recorded_draw(batch, block.groups)

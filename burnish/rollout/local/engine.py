@@ -25,9 +25,11 @@ from transformers import (
 
 from burnish.config.model import Dtype
 from burnish.models.buffers import persistent_buffers, replace_buffers
+from burnish.models.compiled_layers import check_compile
 from burnish.models.family import PACKED, Decoding, DecodingSupport, words
 from burnish.models.family_check import TOLERANCE, failure_text, largest_difference
-from burnish.models.load import ModelError
+from burnish.models.load import DTYPES, ModelError
+from burnish.models.nf4 import Nf4Layer
 from burnish.models.shrink import build, shrink
 from burnish.models.support import (
     below_rope_border,
@@ -229,7 +231,25 @@ def make_engine(
         raise ModelError(f"{name}: {support.sentence()}; use rollout.engine.kind=vllm")
     if support.decoding != "batched":
         log.warning("%s: %s; rollout.engine.kind=vllm may be faster", name, support.sentence())
+    if config.compile == "layers":
+        _check_compile(network, support, name)
     return LocalRolloutEngine(network, tokenizer, config, decoding=support.decoding)
+
+
+def _check_compile(network: PreTrainedModel, support: DecodingSupport, name: str) -> None:
+    """Raise ModelError if the layers of recorded decode steps cannot be compiled."""
+    key, weight = "rollout.engine.compile", network.get_output_embeddings().weight
+    problem = ""
+    if support.decoding != "batched":
+        problem = support.sentence()
+    elif weight.device.type != "cuda":
+        problem = f"decode steps are recorded on a GPU, and the model is on {weight.device.type}"
+    elif any(isinstance(module, Nf4Layer) for module in network.modules()):
+        problem = "its 4-bit weights are unpacked by code that is not compiled"
+    if problem:
+        raise ModelError(f"{name}: {key}=layers: {problem}; use {key}=off")
+    dtype = next(name for name, each in DTYPES.items() if each == weight.dtype)
+    check_compile(network.config, weight.device, dtype, key=key)
 
 
 def decoding_support(

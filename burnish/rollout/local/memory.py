@@ -111,20 +111,24 @@ def rows_at_once(
     return engine.slots
 
 
-LAYER_KERNELS, DRAW_KERNELS, SAMPLING_KERNELS = 39, 46, 25
-"""Kernels of a decode step: of a layer; of drawing and of the rows' state in a recorded step; and
-of sampling that the host launches."""
+LAYER_KERNELS, COMPILED_LAYER_KERNELS = 37, 12
+"""Kernels of a layer in a decode step, as it is and compiled. 39 were fitted to steps in which a
+layer of Qwen 3 had 59 operations. It has 56, or 18 compiled (``benchmarks/compile_layers.py
+--decode``)."""
+DRAW_KERNELS, SAMPLING_KERNELS = 46, 25
+"""Kernels of drawing and of the rows' state in a recorded step; and of sampling that the host
+launches."""
 BLOCK_LAUNCHES = 6
 """Copies and kernels that the host launches for each block of recorded steps."""
 
 
 def decode_step(engine: LocalEngine, *, layers: int, length: float) -> DecodeStep:
-    """Return the kernels of a decode step, and the positions of the cache that it reads: graphs
-    exist for powers of two."""
-    kernels = float(layers * LAYER_KERNELS)
+    """Return the kernels of a decode step, and the positions of the cache that it reads."""
+    of_layer = COMPILED_LAYER_KERNELS if engine.compile == "layers" else LAYER_KERNELS
+    kernels = float(layers * of_layer)
     if engine.cuda_graphs:
         launched = 2 + BLOCK_LAUNCHES / BLOCK  # two graphs
-        return DecodeStep(kernels + DRAW_KERNELS, launched, DecodeGraphs.padded(round(length)))
+        return DecodeStep(kernels + DRAW_KERNELS, launched, DecodeGraphs.keys_read(round(length)))
     return DecodeStep(0.0, kernels + SAMPLING_KERNELS, length)
 
 

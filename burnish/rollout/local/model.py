@@ -31,6 +31,7 @@ from burnish.errors import BurnishError
 from burnish.models.attention import NO_MASK, takes_plans
 from burnish.models.attention_kernel import Use, choose_kernel
 from burnish.models.cache_attention import KVCache, full_vectors, least_rows
+from burnish.models.compiled_layers import CompiledLayers, is_decode_plan
 from burnish.models.flash import FlashSwitch
 from burnish.models.half_linear import WideLinear
 from burnish.models.load import DTYPES
@@ -77,6 +78,8 @@ class LocalModel:
         self._wide: list[Fp32Layer] | None = None
         self.graphs: DecodeGraphs | None = None
         """Recorded decode steps and their cache, kept between rollouts."""
+        self.compiled: CompiledLayers | None = None
+        """Compiled layers of recorded decode steps. None: layers run as they are."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -150,6 +153,10 @@ class LocalModel:
 
     def graphs_over(self, cache: KVCache) -> DecodeGraphs:
         """Return the decode graphs over ``cache``, and keep them until :meth:`free`."""
+        if self.compiled is not None:
+            self.compiled.report("local engine")
+        elif self.config.compile == "layers":
+            self.compiled = CompiledLayers(self._body, takes=is_decode_plan)
         if self.graphs is None or self.graphs.cache is not cache:
             self.graphs = DecodeGraphs(
                 self.body, self.head_logits, cache, self.device, stable=self.stable

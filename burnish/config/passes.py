@@ -5,6 +5,7 @@ unknown number."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 
 from burnish.data.config import DataConfig
 
@@ -41,18 +42,20 @@ def source_sizes(data: DataConfig) -> list[int] | None:
 
 
 def num_held_out(held_out: float, sizes: Sequence[int]) -> list[int]:
-    """Return the number of held-out rows of each source: in proportion to its rows, rounded so that
-    the sum is that of all rows.
+    """Return the number of held-out rows of each source, in proportion to its rows. More held-out
+    rows are never fewer of one source.
 
-    Example: 0.1 of 25 and 14 rows is 3.9, so 4 rows: 2.6 and 1.4 of them, rounded to 3 and 1.
+    The sources share an order of their rows, in which row k of ``size`` is at (k + 1/2) / size.
+    Example: 0.1 of 25 and 14 rows is 3.9, so 4 rows, at 0.02, 0.06 and 0.1 of the first source and
+    at 0.036 of the second.
     """
     total = sum(sizes)
     count = int(held_out * total + 0.5) if held_out < 1 else int(held_out)
-    counts = [count * size // total for size in sizes]
-    rests = [count * size % total for size in sizes]
-    largest = sorted(range(len(sizes)), key=lambda i: -rests[i])
-    for i in largest[: count - sum(counts)]:
-        counts[i] += 1
+    begin = max(0, count - len(sizes))  # the rows up to begin / total are fewer than count
+    counts = [(2 * begin * size + total) // (2 * total) for size in sizes]
+    places = [i for i, size in enumerate(sizes) if size]
+    for _ in range(count - sum(counts)):
+        counts[min(places, key=lambda i: Fraction(2 * counts[i] + 1, sizes[i]))] += 1
     return counts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -102,6 +103,19 @@ def test_the_choice_is_proportional_and_a_larger_part_contains_a_smaller_one() -
     """0.1 of 25 and 14 rows is 3.9: 4 rows, 2.6 and 1.4 of them, so 3 and 1."""
     assert num_held_out(0.1, [25, 14]) == [3, 1]
     assert num_held_out(7, [100, 50, 50]) == [3, 2, 2]  # 3.5, 1.75 and 1.75
+    assert num_held_out(8, [2, 5, 5]) == [1, 4, 3]
+    assert num_held_out(9, [2, 5, 5]) == [1, 4, 4]
+
+
+def test_more_held_out_rows_contain_fewer() -> None:
+    """Of each source, and never more than its rows."""
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [draw.choice([1, 2, 5, 9, 40]) for _ in range(draw.randint(1, 5))]
+        counts = [num_held_out(number, sizes) for number in range(1, sum(sizes))]
+        assert [sum(count) for count in counts] == list(range(1, sum(sizes)))
+        for fewer, more in pairwise([*counts, sizes]):
+            assert all(a <= b for a, b in zip(fewer, more, strict=True)), (sizes, fewer, more)
     assert set(held_out_rows("a", 50, 3)) < set(held_out_rows("a", 50, 9))
     assert list(held_out_rows("a", 50, 9)) != list(held_out_rows("b", 50, 9))
 

@@ -47,6 +47,12 @@ def all_equal(scores: Sequence[float]) -> bool:
     return max(scores) - min(scores) <= ROUNDING
 
 
+def least_score(threshold: float) -> float:
+    """Return the smallest score that reaches ``threshold``, up to :data:`ROUNDING`. 0 reaches no
+    positive one."""
+    return threshold - (min(ROUNDING, threshold / 2) if threshold > 0 else ROUNDING)
+
+
 def pack(record: object, **columns: type[Compact[Any]]) -> None:
     """Convert fields of a new frozen dataclass to compact sequences of the given types."""
     values = vars(record)

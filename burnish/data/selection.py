@@ -23,7 +23,7 @@ from burnish.data.decoding import response_text
 from burnish.data.episode_rows import STATUS, TURNS, conversation_columns, token_columns
 from burnish.data.prompts.generation import Content, GenerationPrompt, with_reward
 from burnish.transcript import Episode
-from burnish.types import ROUNDING, Group, Sample, all_equal
+from burnish.types import Group, Sample, all_equal, least_score
 
 DataRow = dict[str, Any]
 
@@ -97,7 +97,7 @@ def best(samples: Sequence[Sample], *, min_reward: float | None = None) -> Sampl
     if not samples:
         return "prompts_truncated"
     highest = max(samples, key=lambda s: s.reward)
-    if min_reward is not None and highest.reward < min_reward - ROUNDING:
+    if min_reward is not None and highest.reward < least_score(min_reward):
         return "prompts_below_min_reward"
     return highest
 
@@ -117,7 +117,7 @@ def best_and_worst(
         return "prompts_equal_rewards"
     if high.text == low.text:
         return "prompts_same_text"
-    if margin < min_margin - ROUNDING:
+    if margin < least_score(min_margin):
         return "prompts_below_min_margin"
     return high, low
 

@@ -38,7 +38,7 @@ from burnish.rollout.base import Sampling, wait_for_engine
 from burnish.rollout.runner import Runner, numbered
 from burnish.runtime.base import Runtime
 from burnish.steps.no_signal import warn_without_labels
-from burnish.types import ROUNDING, Group, Prompt
+from burnish.types import Group, Prompt, least_score
 
 log = logging.getLogger("burnish")
 
@@ -83,7 +83,7 @@ class Evaluator:
         groups = self._groups(prompts)
         if self.ranks.rank == 0:
             self.keep_samples(step, groups, name)
-        to_pass, least = self.runner.rewards.to_pass, self.config.pass_threshold - ROUNDING
+        to_pass, least = self.runner.rewards.to_pass, least_score(self.config.pass_threshold)
         passed = [sum(to_pass(s) >= least for s in group.samples) for group in groups]
         passed += [0] * (len(prompts) - len(groups))  # all of their samples failed
         count, prefix = self.runner.num_samples, eval_prefix(name)

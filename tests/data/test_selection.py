@@ -14,7 +14,7 @@ from burnish.data.prompts.generation import OWN_COLUMNS, GenerationPrompt, with_
 from burnish.data.selection import DROPS, best, best_and_worst, select
 from burnish.data.sources import DataError
 from burnish.transcript import FinishReason
-from burnish.types import Group, Prompt, Sample
+from burnish.types import ROUNDING, Group, Prompt, Sample, least_score
 
 MODES = [
     AllSamples(),
@@ -93,6 +93,13 @@ def test_rejection_sampling_drops_and_counts_prompts_below_the_bound(
     found = chosen(BestOfN(kind="best_of_n", min_reward=bound), FOUR)
     assert len(found.rows) == kept
     assert found.dropped == ({} if kept else {"prompts_below_min_reward": 1})
+
+
+def test_a_score_of_0_reaches_no_positive_threshold() -> None:
+    """Any positive reward passes: 1e-9 is as small as the tolerance."""
+    for threshold in (1e-12, 1e-9, 2e-9):
+        assert 0.0 < least_score(threshold) < threshold
+    assert least_score(0.0) == -ROUNDING and least_score(1.0) == 1.0 - ROUNDING
 
 
 def test_a_pair_is_the_best_over_the_worst_with_their_difference() -> None:

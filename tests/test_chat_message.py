@@ -20,6 +20,7 @@ from burnish.chat_message import (
     text_of,
     trained_flag,
     with_calls_in_text,
+    wrapped_tool,
 )
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import open_rows
@@ -206,3 +207,12 @@ def test_an_edited_answer_is_not_rendered_as_it_was_sampled(edit: dict[str, Any]
     assert with_calls_in_text([message]) == [{"role": "assistant", "content": text}]
     with pytest.raises(MessageError, match="edited; remove content_with_calls"):
         with_calls_in_text([message | edit])
+
+
+def test_a_flat_tool_has_no_strict_as_in_a_request_of_the_responses_api() -> None:
+    schema = {"type": "object", "properties": {}}
+    flat = {"type": "function", "name": "f", "parameters": schema, "strict": True}
+    nested = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert wrapped_tool(flat) == nested
+    kept = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    assert wrapped_tool(kept) == kept

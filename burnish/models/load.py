@@ -37,6 +37,7 @@ from burnish.models.family import ModelSupport
 from burnish.models.half_linear import use_fp32_products
 from burnish.models.islands import cast_parameters
 from burnish.models.lora import adapted_ends, inject_lora
+from burnish.models.lora_base import other_base
 from burnish.models.nf4 import quantize, require_bitsandbytes
 from burnish.models.paths import ModelError as ModelError
 from burnish.models.paths import check_path, check_tokenizer_path
@@ -217,8 +218,17 @@ def _check_all_trained(model: Any, config: ModelConfig) -> None:
 
 
 def inject_adapters(model: Any, config: ModelConfig) -> None:
-    """Inject the adapters of ``config`` into ``model``. Raises ModelError if they do not fit."""
+    """Inject the adapters of ``config`` into ``model``. Raises ModelError if they do not fit. Log
+    once if the adapter names another base, of which one with the same shapes would fit."""
     assert config.lora is not None
+    if (base := other_base(config)) and base not in _SAID:
+        _SAID.add(base)
+        log.warning(
+            "the adapter %s names the base %s, but model.path is %s: if these are other weights, "
+            "such as those of an instruct model, the result is another model than that which was "
+            "trained. Set model.path to the base of the adapter",
+            *(config.lora.path, base, describe(config)),
+        )
     try:
         inject_lora(model, config.lora)
     except ValueError as error:  # peft's, for targets that match nothing or cannot be adapted

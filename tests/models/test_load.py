@@ -36,6 +36,7 @@ from burnish.models.load import (
     place,
     resolve_device,
 )
+from burnish.models.lora_base import other_base
 from burnish.models.shrink import build, shrink
 from burnish.models.value_head import load_scalar_model
 from burnish.special_tokens import turn_end_ids
@@ -451,6 +452,43 @@ def test_a_chat_template_alone_in_the_folder_of_an_adapter_is_that_of_the_run(
     digest = present_tokenizer_digest(adapted)
     file.write_text("{{ messages }}")
     assert digest != present_tokenizer_digest(adapted)
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "differs"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", False),
+        ("/data/models/Qwen3-0.6B", "Qwen/Qwen3-0.6B", False),
+        ("/hub/models--Qwen--Qwen3-0.6B/snapshots/8f3a", "qwen/Qwen3-0.6B", False),
+        ("Qwen/Qwen3-0.6B", "unsloth/Qwen3-0.6B-bnb-4bit", False),
+        ("/data/Qwen3-0.6B/main", "/home/me/models/Qwen3-0.6B", False),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base", True),
+        ("Qwen/Qwen3-0.6B", "", False),
+        ("copy", "base", False),
+        ("other", "base", True),
+    ],
+)
+def test_another_base_than_that_of_an_adapter_is_a_warning(
+    path: str, base: str, differs: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names are compared; of two folders, the weights. The adapters of this test have none, which
+    is an error after the warning."""
+    for name in {path, base} & {"base", "copy", "other"}:
+        model = load_causal_lm(ModelConfig(scratch=ScratchConfig(hidden_size=32)))
+        torch.nn.init.constant_(model.model.norm.weight, 2.0 if name == "other" else 1.0)
+        model.save_pretrained(tmp_path / name)
+    path, base = (str(tmp_path / n) if (tmp_path / n).is_dir() and n else n for n in (path, base))
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    text = json.dumps(settings | {"base_model_name_or_path": base})
+    (adapter / "adapter_config.json").write_text(text)
+    config = ModelConfig.model_validate({"path": path, "lora": {"path": str(adapter)}})
+    assert other_base(config) == (base if differs else None)
+    if Path(path).is_dir():
+        with pytest.raises(ModelError, match="needs adapter_config"):
+            load_causal_lm(config)
+        assert differs == any("names the base" in r.getMessage() for r in caplog.records)
 
 
 @pytest.mark.parametrize("end", ["<|system|>", "<|eot|>"])

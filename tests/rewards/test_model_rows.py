@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from chat_families import byte_bpe
-from chat_templates import published_tokenizer
+from chat_templates import published_tokenizer, trl_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -20,6 +20,7 @@ from burnish.config.model import ModelConfig
 from burnish.data.batches import load_batch
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.rated.config import ScoresDataConfig
+from burnish.episodes.probing import TOOLS, call
 from burnish.rewards.base import RewardError, RewardInput, SampleError
 from burnish.rewards.model.config import ModelReward
 from burnish.rewards.model.reward import ModelScorer, load_model_reward, step_ends
@@ -368,3 +369,23 @@ def test_reasoning_that_the_template_of_a_reward_model_leaves_out_is_logged_once
     assert [r.getMessage().split(",")[0] for r in caplog.records] == [
         "reward 'rm': its chat template renders no reasoning"
     ]
+
+
+def test_an_answer_has_its_form_if_the_history_is_rendered_in_another() -> None:
+    """gpt-oss leaves out the reasoning of a call once the final answer follows, so that no row has
+    both. The prompt is the one of generation, and the answer has its channels."""
+    pytest.importorskip("trl")
+    tokenizer = trl_tokenizer("gptoss")
+    called = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    history = [
+        {"role": "user", "content": "2+2?"},
+        called | {"tool_calls": [call("look_up", {"key": "a"}, "probe0000")]},
+        {"role": "tool", "content": "4", "tool_call_id": "probe0000"},
+    ]
+    message = {"role": "assistant", "content": "It is 4.", "reasoning_content": "so"}
+    encode = RowEncoder(tokenizer, "rm")
+    head, response = encode.of_messages(history, "so It is 4.", tools=TOOLS, message=message)
+    assert tokenizer.decode(head).endswith("<|end|><|start|>assistant")
+    thought = "<|channel|>analysis<|message|>so<|end|>"
+    final = "<|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
+    assert tokenizer.decode(response) == thought + final

@@ -132,7 +132,7 @@ def trl_tokenizer(name: str) -> PreTrainedTokenizerFast:
     path = Path(str(trl and trl.origin)).parent / "chat_templates" / f"{name}.jinja"
     template = path.read_text(encoding="utf-8")
     special = tuple(sorted(set(_SPECIAL.findall(template))))
-    ends = ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|user|>", "<turn|>")
+    ends = ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|user|>", "<turn|>", "<|return|>")
     tokenizer = byte_bpe(special, eos=next(end for end in ends if end in special))
     tokenizer.chat_template = template
     return tokenizer

@@ -348,10 +348,12 @@ class RowEncoder:
         """Return (ids of a prompt of messages, ids of the response ``text``). ``message``: the same
         response as a message. None: its content is the text.
 
-        An answer that no row can have follows the generation prompt as it is: a policy may write
-        any text. Reasoning behind a prompt that closes it is one; others are logged once. Raises
-        DataError if the prompt cannot be rendered."""
+        An answer that no row can have follows the generation prompt as the template writes it
+        behind a question, or else as it is: a policy may write any text. Reasoning behind a prompt
+        that closes it is one; others are logged once. Raises DataError if the prompt cannot be
+        rendered."""
         problem: DataError | None = None
+        answer: Mapping[str, Any] | None = None
         has_tags = False
         if not self.continues:
             answer = message or {"role": "assistant", "content": text}
@@ -364,6 +366,8 @@ class RowEncoder:
         rendered, head = encode_prompt(
             self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
         )
+        if (alone := self._rendered_alone(answer, tools, ended)) is not None:
+            return head, alone
         row = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
         if problem is not None and not has_tags and not self._warned_of_answers:
             self._warned_of_answers = True
@@ -373,6 +377,19 @@ class RowEncoder:
                 *(self.name, problem),
             )
         return head, _trained(row)
+
+    def _rendered_alone(
+        self, answer: Mapping[str, Any] | None, tools: Tools, ended: bool
+    ) -> Sequence[int] | None:
+        """Return the ids of an answer as the template writes it behind a question; None if it
+        writes none. A template that renders the history in another form once the answer follows
+        (gpt-oss) is no reason to leave out its form of an answer."""
+        if answer is None:
+            return None
+        try:
+            return self._encoded([_QUESTION, answer], tools=tools, ended=ended)[1]
+        except DataError:
+            return None
 
     def _warn_of_reasoning(self, answer: Mapping[str, Any], tools: Tools) -> None:
         if self._warned_of_reasoning or REASONING[0] not in answer:

@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from burnish.config import JobConfig
+from burnish.config.model import ModelConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.data.config import DataConfig
 from burnish.data.encoded import encoder_of
@@ -30,9 +31,10 @@ from burnish.data.stream import RowRef
 from burnish.data.streamed import StreamedRows, num_first
 from burnish.driver.errors import RunError
 from burnish.models.family import recall_json, store_json
-from burnish.models.load import load_tokenizer
+from burnish.models.load import ModelError, load_tokenizer
 from burnish.preflight.limits import limited, vocabulary_problems
 from burnish.preflight.row_scan import ERRORS, DataSection, Found, Span, quiet, scan
+from burnish.preflight.scored_prompts import scorers_of
 from burnish.rewards.base import RewardError
 from burnish.rewards.build import build_rewards
 from burnish.rewards.kinds import RewardConfig
@@ -93,13 +95,15 @@ def sections_of(config: JobConfig) -> list[DataSection]:
     models. Raises ModelError if a model has no room for a prompt."""
     sections = []
     rewards, in_episodes, policy = config.scoring
+    scorers = scorers_of(config)
     for name, data in config.paths_of(DataConfig):
         section: Any = limited(config, data, field=name)
         readers: tuple[str, ...] = ()
         if section.reference_key is not None:
             readers = label_readers(rewards, policy)
         num_rows = config.section_limits(name).num_rows
-        sections.append(DataSection(name, section, config.model, num_rows, readers, in_episodes))
+        rest = (num_rows, readers, in_episodes, scorers)
+        sections.append(DataSection(name, section, config.model, *rest))
     return sections
 
 
@@ -303,6 +307,7 @@ def _key(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str | None
         section.data.model_dump(mode="json"),
         *(section.num_rows, num_embeddings(tokenizer), section.label_readers),
         section.in_episodes,
+        *(f"{name} {_template_of(model)}" for name, model in section.scorers),
         *(type(tokenizer).__name__, str(tokenizer.chat_template)),
         *(tokenizer.special_tokens_map, tokenizer.backend_tokenizer.to_str()),
     ]
@@ -310,6 +315,13 @@ def _key(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str | None
     for path in paths:
         digest.update(content_digest(path))
     return digest.hexdigest()
+
+
+def _template_of(model: ModelConfig) -> str:
+    try:
+        return str(load_tokenizer(model).chat_template)
+    except ModelError:
+        return ""
 
 
 def _states(data: DataConfig) -> list[tuple[str, int, int, int]]:

@@ -29,6 +29,7 @@ from burnish.data.responses.encode import GivenResponse
 from burnish.data.sources import DataError, Source
 from burnish.data.stream import RowRef
 from burnish.models.load import load_tokenizer
+from burnish.preflight.scored_prompts import ScoredPrompts, Scorers
 from burnish.rewards.labels import label_problem
 from burnish.types import Prompt
 
@@ -40,7 +41,7 @@ MOST_REASONS = 50
 OTHER_REASONS = "other errors"
 _PLACES = 6
 
-ERRORS = ("unusable", "too long", "bad label")
+ERRORS = ("unusable", "too long", "bad label", "not scored")
 """Kinds of rows at which a run stops."""
 
 Span = tuple[int, int, int]
@@ -62,6 +63,8 @@ class DataSection:
     """Kinds of the job's rewards that read labels (:mod:`burnish.rewards.labels`)."""
     in_episodes: bool = False
     """The prompts start episodes."""
+    scorers: Scorers = ()
+    """The job's reward models, which render the prompts."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the section as JSON."""
@@ -73,6 +76,7 @@ class DataSection:
             "num_rows": self.num_rows,
             "label_readers": list(self.label_readers),
             "in_episodes": self.in_episodes,
+            "scorers": [(name, model.model_dump(mode="json")) for name, model in self.scorers],
         }
 
     @classmethod
@@ -81,7 +85,9 @@ class DataSection:
         kind: type[DataConfig] = resolve_name(body["class"])
         data, model = kind.model_validate(body["data"]), ModelConfig.model_validate(body["model"])
         readers = tuple(body["label_readers"])
-        return cls(body["name"], data, model, body["num_rows"], readers, body["in_episodes"])
+        scorers = tuple((name, ModelConfig.model_validate(m)) for name, m in body["scorers"])
+        rest = (body["num_rows"], readers, body["in_episodes"], scorers)
+        return cls(body["name"], data, model, *rest)
 
 
 @dataclass
@@ -90,7 +96,8 @@ class Found:
 
     rows: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """Rows by kind: unusable, too long, bad label (all are errors), skipped, dropped, truncated."""
+    """Rows by kind: unusable, too long, bad label, not scored (all are errors), skipped, dropped,
+    truncated."""
     problems: list[str] = field(default_factory=list)
     """The first errors, or the first skipped rows."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -147,7 +154,7 @@ def scan(
 ) -> Iterator[Found]:
     """Yield the result of each span. Raises DataError if the tokenizer cannot be used."""
     encoder = encoder_of(section.data, tokenizer, sources, in_episodes=section.in_episodes)
-    notices = Notices()
+    notices, scored = Notices(), ScoredPrompts(section.scorers)
     for number, start, stop in spans:
         scanned, source = Found(rows=stop - start), sources[number]
         for row in range(start, stop):
@@ -170,6 +177,8 @@ def scan(
                 problem = label_problem(section.label_readers, prompt)
             if problem is not None:
                 scanned.add_problem("bad label", f"{source[row].where}: {problem}")
+            elif isinstance(prompt, Prompt) and (problem := scored.problem(prompt)) is not None:
+                scanned.add_problem("not scored", f"{source[row].where}: {problem}")
         yield scanned
 
 

@@ -269,3 +269,39 @@ def test_labels_that_the_rewards_cannot_use_are_found_in_every_row(
     with pytest.raises(DataError, match=r"bad\.jsonl:3"):
         burnish.run(load_config(tree(path)))
     check({**tree(path), "on_reward_failure": {"then": "drop_group"}})
+
+
+ROLES = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template without system messages, as Gemma's."""
+
+
+def test_prompts_that_a_reward_model_cannot_read_are_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's template takes them. Each row with such roles is named, in processes as well."""
+    question = {"role": "user", "content": "1+1="}
+    system = {"role": "system", "content": "Add."}
+    path = rows_file(tmp_path, *({"prompt": p} for p in ([question], [system, question]) * 2))
+    reward = {"kind": "model", "name": "taste", "model": {"scratch": {}, "chat_template": ROLES}}
+    tree = recipe("rl", path, rewards=[reward])
+    with pytest.raises(DataError) as caught:
+        check(tree)
+    message = str(caught.value)
+    assert "2 of 4 rows cannot be used (2 not scored)" in message
+    assert f"{path}:2: " in message and "'taste'" in message and "no system" in message
+    check(tree | {"on_reward_failure": {"then": "drop_group"}})
+    rewards = [reward | {"model": {"scratch": {}}}]
+    check(tree | {"rewards": rewards})
+    monkeypatch.setattr(sys, "executable", fork_server.interpreter())
+    monkeypatch.setattr(validate, "PARALLEL_ROWS", 2)
+    monkeypatch.setattr(validate, "_SPAN_ROWS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    with pytest.raises(DataError) as together:
+        check(tree)
+    assert str(together.value) == message

@@ -28,7 +28,7 @@ from burnish.reasoning_tags import REASONING_TAGS
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
 from burnish.special_tokens import special_tokens
-from burnish.types import Sample
+from burnish.types import Prompt, Sample
 from burnish.vocabulary import num_tokens
 
 log = logging.getLogger("burnish")
@@ -93,6 +93,18 @@ _MARKER = re.compile(r"<[^<>'\"\s{}%]+>|\[/?[A-Z_]+\]")
 _MOST_FORMS = 1024  # cached forms of answers per reward
 _WRITTEN_BY_THE_POLICY: frozenset[Field] = frozenset({"content", "tool calls"})
 """Parts that a template may not leave out. A policy may write no text, or text with tool calls."""
+
+
+def prompt_problem(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | None:
+    """Return why the template of a reward model cannot render a prompt of messages, or None."""
+    assert prompt.messages is not None
+    try:
+        encode_prompt(
+            tokenizer, prompt.messages, tools=prompt.tools, refused=_WRITTEN_BY_THE_POLICY
+        )
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def reward_encoder(

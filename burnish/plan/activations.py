@@ -295,27 +295,57 @@ class _Trace:
             )
             if work.checkpointing:
                 enable_checkpointing(self.body, work.checkpointing)
-            for parameter, master in zip(optimizer.params, optimizer.masters, strict=True):
-                holder = master if optimizer.half and optimizer.sums_fp32 else parameter
+            self.optimizer = optimizer
+            for parameter, holder in self._holders():
                 hook = functools.partial(self._complete, holder)
                 parameter.register_post_accumulate_grad_hook(hook)
-            self.optimizer = optimizer
         else:
             model.requires_grad_(False)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(DTYPES[self.dtype])
         if work.kernels is None:
             use_fp32_products(model, DTYPES[self.dtype])
+        self.earlier = self._earlier_gradients() if work.train else {}
         self.live, self.counter = LiveBytes(), WorkCounter()
         self.output = 0.0
+
+    def _earlier_gradients(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the gradients of an earlier micro-batch, each with its holder, by the id of the
+        parameter. They are created before bytes are counted."""
+        if not self.work.accumulates:
+            return {}
+        gradients = {}
+        for parameter, holder in self._holders():
+            dtype = parameter.dtype if holder is parameter else torch.float32
+            gradients[id(parameter)] = holder, torch.empty_like(holder, dtype=dtype)
+        return gradients
+
+    def _accumulate_from(self, loss: Tensor) -> None:
+        """Give the parameters that ``loss`` reaches the gradients of an earlier micro-batch. Its
+        graph exists after the forward pass, which changes no gradient: their bytes are added to
+        the forward pass afterwards."""
+        reached = _reached(loss) if self.earlier else set()
+        gradients = []
+        for parameter_id, (holder, gradient) in self.earlier.items():
+            if parameter_id in reached:
+                holder.grad = gradient
+                gradients.append(gradient)
+        self.earlier = {}
+        self.live.hold_gradients(gradients)
+
+    def _holders(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each trained parameter with the tensor that holds its gradient between passes."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        holders = optimizer.masters if optimizer.half and optimizer.sums_fp32 else optimizer.params
+        yield from zip(optimizer.params, holders, strict=True)
 
     def _complete(self, holder: Tensor, _: Tensor) -> None:
         if holder.grad is not None:
             self.live.is_gradient(holder.grad)
 
     def run(self) -> Peaks:
-        """Run one pass and return its peaks. If gradients of an earlier pass exist, run two passes
-        and return the peaks of the second."""
+        """Run one pass and return its peaks."""
         work, live = self.work, self.live
         resident = [*self.model.parameters(), *self.model.buffers()]
         if self.optimizer is not None:
@@ -325,13 +355,10 @@ class _Trace:
             live.hold(resident)
             base = live.now
             handles = self._watch() if work.train else []
-            for last in (False, True) if work.train and work.accumulates else (True,):
-                live.peaks.clear()
-                self.counter.clear()
-                self._stage("forward")
-                with torch.set_grad_enabled(work.train):
-                    self._pass(plan)
-                del last
+            live.peaks.clear()
+            self._stage("forward")
+            with torch.set_grad_enabled(work.train):
+                self._pass(plan)
             for handle in handles:
                 handle.remove()
         total = {s: float(t - base) for s, (t, _) in live.peaks.items()}
@@ -392,6 +419,7 @@ class _Trace:
         if work.with_entropy and not work.entropy_gradient:
             result = result[:1]
         loss = sum(((x.exp() * batch[2]).sum() for x in result), torch.zeros(()))
+        self._accumulate_from(loss)
         self._stage("head")
         loss.backward()
 
@@ -451,6 +479,21 @@ class _Trace:
             None if x is None else _Passed.apply(x, held, functools.partial(like, size))
             for x in logprobs
         ]
+
+
+def _reached(loss: Tensor) -> set[int]:
+    """Return the ids of the parameters that get a gradient from ``loss``."""
+    leaves: set[int] = set()
+    nodes, seen = [loss.grad_fn], {loss.grad_fn, None}
+    while nodes:
+        node = nodes.pop()
+        assert node is not None
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
+        new = {following for following, _ in node.next_functions} - seen
+        seen |= new
+        nodes.extend(new)
+    return leaves
 
 
 class _Passed(torch.autograd.Function):

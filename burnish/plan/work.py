@@ -88,10 +88,6 @@ class WorkCounter(TorchDispatchMode):
         super().__init__()
         self.in_head = False
         """True while operations are those of the log-prob head."""
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was counted."""
         self.counted = PassWork()
         self._run = _Run()
 
@@ -104,6 +100,8 @@ class WorkCounter(TorchDispatchMode):
         self._run = _Run()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
         if not func.is_view and name not in _NO_KERNEL:

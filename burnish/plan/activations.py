@@ -484,12 +484,12 @@ class _Trace:
 def _reached(loss: Tensor) -> set[int]:
     """Return the ids of the parameters that get a gradient from ``loss``."""
     leaves: set[int] = set()
-    nodes, seen = [loss.grad_fn], {loss.grad_fn, None}
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {loss.grad_fn, None}
     while nodes:
         node = nodes.pop()
-        assert node is not None
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(id(leaf))
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.add(id(node.variable))
         new = {following for following, _ in node.next_functions} - seen
         seen |= new
         nodes.extend(new)

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from burnish.config.base import Node
+from burnish.config.help_texts import help_text
 from burnish.config.job import JobConfig
 from burnish.config.registry import JOBS
 from burnish.config.schema import has_variable, is_list, kinds_of, nodes_in, type_words, value_of
@@ -125,7 +126,7 @@ def default_text(field: FieldInfo) -> str:
 
 def field_text(field: FieldInfo) -> str:
     """Return the help text of a field on one line, with Markdown's single backticks."""
-    return _one_line(field.description or "")
+    return _one_line(help_text(field))
 
 
 def _one_line(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from burnish.config.base import Node
+from burnish.config.help_texts import help_text
 from burnish.config.schema import is_list, item_of, kinds_of, nodes_in, type_words, value_of
 
 _ALIASES = {
@@ -111,9 +112,9 @@ class _Place:
     def help(self) -> str:
         """Return the field's help text in parentheses."""
         field = self.owners[0].model_fields.get(self.key or "")
-        text = (
-            field.description if field is not None and self.path.endswith(self.key or "") else None
-        )
+        if field is None or not self.path.endswith(self.key or ""):
+            return ""
+        text = help_text(field)
         return f" ({self.key}: {' '.join(text.split())})" if text else ""
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +40,8 @@ from metamorphic import (  # noqa: E402, F401
 )
 from metamorphic.base import CLOSERS, RELATIONS, Broken, check  # noqa: E402
 
+FIRST = 8
+"""Cases of a relation that are drawn first, until one holds."""
 KEPT = 3
 """Failures of one relation that are printed in full."""
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     counts = {name: Counter[str]() for name in names}
     try:
-        for name, seed in _cases(names, options):
+        for name, seed in _cases(names, options, counts):
             counts[name][_outcome(name, seed, counts[name])] += 1
     finally:
         for close in CLOSERS:
@@ -87,8 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cases(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """(relation, seed): each relation gets a share of the time, those of models a larger one."""
+def _cases(
+    names: Sequence[str], options: argparse.Namespace, counts: Mapping[str, Counter[str]]
+) -> Iterator[tuple[str, int]]:
+    """(relation, seed): each relation gets a share of the time, those of models a larger one. Those
+    of which no case held are first, for a few cases: the first one of a relation is expensive, and
+    may be refused. ``counts``: outcomes so far."""
     if options.case is not None:
         yield from ((name, options.case) for name in names)
         return
@@ -97,11 +103,16 @@ def _cases(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[
     spent = dict.fromkeys(names, 0.0)
     shares = {n: 4 if RELATIONS[n] in vars(relations_models).values() else 1 for n in names}
     while time.monotonic() < end:
-        name = min(names, key=lambda n: spent[n] / shares[n])
+        name = min(names, key=lambda n: (_has_held(counts[n]), spent[n] / shares[n]))
         start = time.process_time()
         yield name, seeds[name]
         seeds[name] += 1
         spent[name] += time.process_time() - start + 1e-3
+
+
+def _has_held(count: Counter[str]) -> bool:
+    """Return whether a case held, or enough were tried."""
+    return count["held"] > 0 or sum(count.values()) >= FIRST
 
 
 def _explain(error: Broken) -> None:

@@ -21,6 +21,7 @@ sys.path[:0] = [*map(str, FOLDERS)]  # metamorphic.*, its support, and burnish o
 
 from metamorphic import (  # noqa: E402, F401
     relations_cluster,
+    relations_columns,
     relations_data,
     relations_episodes,
     relations_folders,

@@ -133,7 +133,8 @@ def argument_forms(draw: Draw) -> None:
 @relation
 def tool_forms(draw: Draw) -> None:
     """Tools with OpenAI's wrapper and without it, in the forms of Anthropic and MCP, as objects and
-    as JSON text, give equal rows, and objects are shown alike by environments. Exact."""
+    as JSON text, in a column tools or functions, give equal rows, and objects are shown alike by
+    environments. Exact."""
     tokenizer = _tokenizer(draw.one(family=["qwen3", "mistral", "llama3"]))
     names = draw.rng.sample(["f", "g", "h"], draw.rng.randint(1, 3))
     tools = [{"name": name, "parameters": {"type": "object"}} for name in names]
@@ -157,7 +158,8 @@ def tool_forms(draw: Draw) -> None:
     other: Any = forms if draw.rng.random() < 0.5 else json.dumps(forms)
     row: Row = {"messages": _conversation(draw, calls=False)}
     expected = _outcome(draw, {**row, "tools": wrapped}, tokenizer)
-    equal(_outcome(draw, {**row, "tools": other}, tokenizer), expected, "the row of other tools")
+    column = draw.one(column=["tools", "functions"])
+    equal(_outcome(draw, {**row, column: other}, tokenizer), expected, "the row of other tools")
     objects = [json.loads(form) if isinstance(form, str) else form for form in forms]
     start = check_start({"messages": [{"role": "user", "content": "?"}], "tools": objects})
     equal(json.dumps(start.tools), json.dumps(wrapped), "tools of an environment")

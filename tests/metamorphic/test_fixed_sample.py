@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from metamorphic import (
     relations_cluster,
+    relations_columns,
     relations_data,
     relations_episodes,
     relations_folders,
@@ -56,6 +57,7 @@ OTHERS = {
 """Seeds of the others; without an entry: the first 24."""
 ALL = (
     relations_cluster,
+    relations_columns,
     relations_data,
     relations_episodes,
     relations_folders,

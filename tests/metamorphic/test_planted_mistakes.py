@@ -13,6 +13,7 @@ import yaml
 from metamorphic import (
     hunt,
     planted_cluster,
+    planted_columns,
     planted_episodes,
     planted_folders,
     planted_heads,
@@ -239,6 +240,7 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "override_is_file": (overrides_are_yaml, tuple(range(24))),
     "math_surroundings": (thoughts_count, tuple(range(12))),
     **planted_cluster.PLANTED,
+    **planted_columns.PLANTED,
     **planted_episodes.PLANTED,
     **planted_folders.PLANTED,
     **planted_heads.PLANTED,

@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import burnish.models.compiled_layers as compiled_layers
-from burnish.models.attention import ATTENTION_NAME, NO_MASK, plan_segments
+from burnish.models.attention import ATTENTION_NAME, NO_MASK, decode_plan, plan_segments
+from burnish.models.cache_attention import KVCache
 from burnish.models.compiled_layers import (
     Compilations,
     CompiledLayers,
     check_compile,
     compile_support,
+    is_decode_plan,
 )
 from burnish.models.paths import ModelError
 from burnish.models.segments import Segment
@@ -127,9 +129,7 @@ def test_gradients_are_those_of_eager_layers(checkpointing: bool) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_computes_the_numbers_of_eager_layers_in_few_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_inductor_computes_the_numbers_of_eager_layers_in_few_kernels() -> None:
     """The compiler of runs, on a CPU: fp32 in another order. 1e-5 of the largest hidden state, and
     of the largest gradient. A layer is at most 60 kernels, forward and backward: 7 matrix products
     and 14 of gradients, 2 of FlashAttention, and the compiler's own."""
@@ -141,20 +141,41 @@ def test_inductor_computes_the_numbers_of_eager_layers_in_few_kernels(
         nodes.extend(n for n in fused if "Nop" not in type(n).__name__)
         return fused
 
-    monkeypatch.setattr(inductor, "_post_fusion_custom_pass", count)
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
     draws = [random_rows(random.Random(seed)) for seed in range(3)]
     expected = [run(body_of(2), segments) for segments in draws]
     body = body_of(2)
     layers = CompiledLayers(body, backend="inductor")
     for segments, reference in zip(draws, expected, strict=True):
-        results = run(body, segments)
+        with inductor.patch({"_post_fusion_custom_pass": count, "force_disable_caches": True}):
+            results = run(body, segments)
         errors = [float((x - y).abs().max()) for x, y in zip(reference, results, strict=True)]
         assert errors[0] <= 1e-5 * float(reference[0].abs().max())
         assert max(errors[1:]) <= 1e-5 * max(float(x.abs().max()) for x in reference[1:])
     assert layers.uses == 6
     products = sum(node.is_extern() for node in nodes)
     assert products == 21 and len(nodes) + 2 <= 60
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_decode_steps_of_eager_layers() -> None:
+    """fp32 in another order: 1e-5 of the largest hidden state. Steps of 4, 1 and 6 rows, which read
+    64 and 128 keys of a cache."""
+    results = []
+    for compiled in (False, True):
+        body, cache = body_of(2), KVCache(8, 128)
+        if compiled:
+            layers = CompiledLayers(body, backend="inductor", takes=is_decode_plan)
+        for rows, at, reach in ((4, 5, 64), (1, 9, 64), (6, 70, 128)):
+            positions = torch.arange(rows) + at
+            plan = decode_plan(cache, positions, reach)
+            inputs = {"position_ids": positions[:, None], "attention_mask": NO_MASK}
+            ids = torch.arange(rows)[:, None]
+            with torch.no_grad():
+                out = body(input_ids=ids, use_cache=False, plan=plan, **inputs)
+            results.append(out.last_hidden_state)
+    assert layers.uses == 6
+    for expected, computed in zip(results[:3], results[3:], strict=True):
+        assert float((expected - computed).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
 def test_passes_of_a_sampler_are_not_compiled() -> None:

@@ -3,6 +3,7 @@ problems. Compare two recipes."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import typing
@@ -277,15 +278,17 @@ def _rules_of_valid_nodes(
     cls: type[JobConfig], tree: Mapping[str, Any], error: ValidationError
 ) -> list[str]:
     """Return the broken rules inside the root's valid fields. Rules between the root's fields are
-    not checked, because they need all fields."""
+    not checked, because they need all fields, nor is a field that the others complete
+    (``eval.data`` of held-out rows)."""
     wrong = {e["loc"][0] for e in error.errors() if e["loc"]}
-    sound = {
-        name: (field.annotation, field)
-        for name, field in cls.model_fields.items()
-        if wrong and name in tree and name not in wrong
-    }
-    part: type[Node] = create_model("SoundParts", __base__=Node, **sound)  # type: ignore[call-overload]
-    return part.model_validate({name: tree[name] for name in sound}).broken_rules()
+    broken = []
+    for name, field in cls.model_fields.items():
+        if wrong and name in tree and name not in wrong:
+            sound: Any = {name: (field.annotation, field)}
+            part: type[Node] = create_model("SoundPart", __base__=Node, **sound)
+            with contextlib.suppress(ValidationError):
+                broken += part.model_validate({name: tree[name]}).broken_rules()
+    return broken
 
 
 class OverrideError(BurnishError, ValueError):

@@ -8,20 +8,25 @@ text would be others.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from burnish.chat_message import REASONING
 from burnish.data.byte_tokens import byte_tokens, is_inside_character
 from burnish.data.pieces import adds_space_behind, plain_ids
-from burnish.data.rendering import tags_of, writes_channels
-from burnish.reasoning_tags import CHANNEL_TOKENS, Tags
+from burnish.data.rendering import render_text, tags_of, writes_channels
+from burnish.data.sources import DataError
+from burnish.reasoning_tags import CHANNEL_TOKENS, Tags, after_reasoning
 from burnish.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("burnish")
 
 CONTEXT = 8
 """Tokens before others that determine how these decode."""
@@ -110,6 +115,39 @@ def begins_text(tokenizer: PreTrainedTokenizerBase, token: int, decode: Decode) 
     """Return whether the tokens behind a visible ``token`` of a response are decoded without those
     before them, as in :func:`window_of`."""
     return adds_space_behind(tokenizer, token) and bool(decode([token]))
+
+
+def report_unread(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log once per chat template if the answer of a rendered message is not what is read of its
+    tokens: the template writes reasoning in a form that Burnish does not know."""
+    template = str(tokenizer.chat_template)
+    known = _reported.setdefault(tokenizer, set())
+    if tokenizer.chat_template is None or template in known:
+        return
+    known.add(template)
+    answer, thought = "qzanswerzq", "qzthoughtzq"
+    question = {"role": "user", "content": "Go."}
+    message = {"role": "assistant", "content": answer, REASONING[0]: thought}
+    try:
+        prompt = render_text(tokenizer, [question], add_generation_prompt=True)
+        text = render_text(tokenizer, [question, message], add_generation_prompt=False)
+    except DataError:  # it renders no such answer, or no conversation
+        return
+    decode = response_decoder(tokenizer)
+    if not text.startswith(prompt) or answer not in decode(plain_ids(tokenizer, answer)):
+        return
+    ids = plain_ids(tokenizer, text[len(prompt) :])
+    if after_reasoning(decode(ids), prompt).strip() != answer:
+        log.warning(
+            "the chat template writes the reasoning and the text of an answer in a form that "
+            "Burnish does not read (%r): rewards, conversations of episodes and served messages "
+            "have both, and what is between them, as the text of the answer. Set "
+            "model.chat_template to one that writes reasoning in tags such as <think>",
+            text[len(prompt) :][:200],
+        )
+
+
+_reported: WeakKeyDictionary[PreTrainedTokenizerBase, set[str]] = WeakKeyDictionary()
 
 
 def tokens_within(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from burnish.compact import FloatArray, IntArray, IntLists
 from burnish.data.byte_tokens import REPLACEMENT, TailTokens
-from burnish.data.decoding import hidden_tokens, removes_spaces, response_decoder
+from burnish.data.decoding import hidden_tokens, removes_spaces, report_unread, response_decoder
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.special_tokens import end_token_ids
 from burnish.transcript import FinishReason
@@ -138,6 +138,7 @@ class StopRule:
     ) -> None:
         self.tokenizer, self.strings = tokenizer, sampling.stop
         self.tokens = set(ends) | set(sampling.stop_token_ids)
+        report_unread(tokenizer)
         self.text_of = response_decoder(tokenizer)
         hidden = hidden_tokens(tokenizer) if sampling.stop else {}
         named = any(text in string for text in hidden.values() if text for string in sampling.stop)

@@ -161,6 +161,14 @@ def test_a_fault_in_a_named_section_is_that_of_a_section(recipes, fault):
     assert alone and named == [line.replace("eval.data", "eval.sets.x") for line in alone]
 
 
+def test_a_fault_beside_a_section_that_others_complete_is_told_alone(recipes):
+    """The rows of ``eval`` are those that ``data`` holds out."""
+    recipe = recipes["rl"]
+    recipe = {**recipe, "data": {**recipe["data"], "held_out": 2}, "eval": {"every_n_steps": 9}}
+    (line,) = problems({**recipe, "rewards": [{"kind": "maths"}]})
+    assert line.startswith("rewards[0]")
+
+
 @pytest.mark.parametrize(
     ("mcp", "path"),
     [

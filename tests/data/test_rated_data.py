@@ -10,9 +10,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import load_config
+from burnish.config.job import WITHOUT_RULES
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.forms import open_rows
-from burnish.data.rated.config import RatedDataConfig
+from burnish.data.rated.config import ClassesDataConfig, RatedDataConfig
+from burnish.data.reader import reader_of
 from burnish.data.sources import DataError
 
 Tok = PreTrainedTokenizerFast
@@ -114,6 +116,17 @@ def test_broken_rows_are_errors_with_their_line(
     good = BASE | {"score": 1.0, "ok": 1 if "classes" in options else True}
     with pytest.raises(DataError, match=message):
         load_batch(data_of(jsonl([good, BASE | row]), **options), chars)
+
+
+def test_rows_without_a_known_label_are_no_second_fault(jsonl: Jsonl) -> None:
+    """A rule reports that several columns, or none, are recognized."""
+    for names in (("label", "class"), ("category",)):
+        path = jsonl([BASE | dict.fromkeys(names, "pass")])
+        data = ClassesDataConfig.model_validate(
+            {"kind": "classes", "sources": [str(path)]}, context=WITHOUT_RULES
+        )
+        (source,) = open_rows(data)
+        assert reader_of(data).contents(source[0])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ def texts_have_no_special_tokens(patch: Patch) -> None:
     patch.setattr(decoding, "_without_tags", lambda tokenizer: None)
 
 
+def texts_have_no_channels(patch: Patch) -> None:
+    """The text of a response lacks the tokens of its channels."""
+    patch.setattr(decoding, "writes_channels", lambda tokenizer: False)
+
+
 def reward_models_learn_sampled_ids(patch: Patch) -> None:
     """A reward model is trained on all sampled ids, as a policy."""
     patch.setattr(rows, "RewardData", type(None))
@@ -46,5 +51,6 @@ PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "one_turn_is_a_row_of_a_response": (rows_of_episodes_have_no_end, tuple(range(24))),
     "a_reward_model_learns_what_it_reads": (reward_models_learn_sampled_ids, tuple(range(24))),
     "tokens_follow_messages_and_settings": (edits_of_messages_are_not_seen, tuple(range(24))),
+    "every_part_of_an_answer_is_trained_once": (texts_have_no_channels, (222, 279, 285)),
     "answers_follow_their_reasoning": (texts_have_no_special_tokens, tuple(range(8))),
 }

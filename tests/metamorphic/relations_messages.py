@@ -26,6 +26,7 @@ from metamorphic.relations_data import rows_of
 from burnish.chat_message import is_blank
 from burnish.data.batches import load_batch
 from burnish.data.chat import encode_conversation, encode_prompt
+from burnish.data.decoding import response_text
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.notices import collecting
 from burnish.data.pieces import plain_ids
@@ -34,7 +35,7 @@ from burnish.environments.pool import check_start
 from burnish.episodes.probing import TOOLS as CALLED
 from burnish.episodes.probing import call as call_of
 from burnish.episodes.renderer import ChatRenderer
-from burnish.reasoning_tags import REASONING_TAGS, THINK
+from burnish.reasoning_tags import REASONING_TAGS, THINK, after_reasoning
 from burnish.special_tokens import set_configured_ends
 from burnish.templates import variables, with_defaults
 
@@ -258,6 +259,72 @@ def _reader(family: str) -> ChatRenderer:
 
 def _squeezed(*texts: str) -> tuple[str, ...]:
     return tuple("".join(text.split()) for text in texts)
+
+
+@relation
+def every_part_of_an_answer_is_trained_once(draw: Draw) -> None:
+    """The words of the reasoning, the text and the calls of each trained answer are in its trained
+    tokens, once, and nowhere else in the row, or the row is refused, or a notice says that the
+    reasoning is not rendered. Behind the prompt alone, the last answer is read as the message, and
+    a reward reads its text. For all published templates. Exact, without white space."""
+    family = draw.one(family=[*PUBLISHED, *trl_templates(thinking=False)])
+    if family == "muse_glimmer":
+        raise Refused("reasoning and answer are not read, with a warning")
+    tokenizer = _tokenizer(family) if family in PUBLISHED else _trl_tokenizer(family)
+    reader = _reader(family)
+    messages: Messages = []
+    words: list[tuple[str, str]] = []
+    reasons, calls = draw.one(reasons=[0, 0.5, 1]), draw.one(calls=[0, 0.4])
+    only_last = draw.one(only_last=[False, True])
+    calls *= reader.reads_tool_calls
+    for turn in range(draw.rng.randint(1, 3)):
+        messages.append({"role": "user", "content": f"Go {turn}."})
+        for step in range(1 + (draw.rng.random() < calls)):
+            answer: dict[str, Any] = {"role": "assistant", "content": ""}
+            if not step or draw.rng.random() < 0.8:
+                answer["content"] = f"ans{turn}{step}e"
+            if draw.rng.random() < reasons:
+                answer["reasoning_content"] = f"why{turn}{step}e"
+            if step == 0 and draw.rng.random() < calls:
+                answer["content"] *= draw.rng.randint(0, 1)
+                answer["tool_calls"] = [call_of("look_up", {"key": f"k{turn}e"}, f"probe000{turn}")]
+                result = {"role": "tool", "name": "look_up", "content": f"res{turn}e"}
+                messages += [answer, {**result, "tool_call_id": f"probe000{turn}"}]
+            elif not step or messages[-1]["role"] == "tool":
+                messages.append({**answer, "content": answer["content"] or f"ans{turn}{step}e"})
+        if messages[-1]["role"] == "tool":
+            messages.append({"role": "assistant", "content": f"end{turn}e"})
+    draw.note(messages=messages)
+    for message in messages[-1:] if only_last else messages:
+        if message["role"] == "assistant":
+            words.append((message.get("reasoning_content", ""), message["content"]))
+            words += [
+                ("", call["function"]["arguments"]["key"]) for call in message.get("tool_calls", ())
+            ]
+    tools = CALLED if calls else None
+    with collecting() as notices:
+        ids, mask = encode_conversation(tokenizer, messages, tools=tools, only_last=only_last)
+    trained, whole = (
+        str(tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on or every]))
+        for every in (False, True)
+    )
+    dropped = {"reasoning_ignored", "reasoning_dropped"} & notices.keys()
+    for reasoning, text in words:
+        for word, may_lack in ((reasoning, bool(dropped)), (text, False)):
+            times = trained.count(word), whole.count(word)
+            if word and times != (1, 1) and not (may_lack and times == (0, 0)):
+                raise Broken(
+                    f"{word!r} is trained {times[0]} times, and {times[1]} in all: {whole!r}"
+                )
+    end = len(mask) - mask[::-1].index(True)
+    begin = end - next((i for i, on in enumerate(reversed(mask[:end])) if not on), end)
+    message = reader.parse(ids[begin:end], tools or (), prompt_ids=ids[:begin]).message
+    reasoning = "" if "reasoning_ignored" in notices else messages[-1].get("reasoning_content", "")
+    read = _squeezed(str(message.get("reasoning_content", "")), str(message["content"]))
+    equal(read, _squeezed(reasoning, messages[-1]["content"]), f"what is read of {whole[-200:]!r}")
+    response = response_text(tokenizer, ids[:begin], ids[begin:end])
+    scored = after_reasoning(response, str(tokenizer.decode(ids[:begin])))
+    equal(_squeezed(scored), _squeezed(messages[-1]["content"]), f"what is scored of {response!r}")
 
 
 @relation

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from chat_templates import trl_tokenizer
 from tokenizer_kinds import KINDS, response, sentencepiece_bytes, tokenizer_of
 
 from burnish.data.byte_tokens import TailTokens, byte_tokens
@@ -80,3 +81,14 @@ def test_the_number_of_decoded_tokens_does_not_grow_with_the_response(kind: str)
     for token in range(len(tokenizer)):
         tail.add(token)
         assert len(tail.ids) <= (24 if "removes" in kind else 8) + 4 + 3
+
+
+def test_a_form_of_reasoning_that_is_not_read_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Once: rewards would read the reasoning, and the words around it, as the answer."""
+    for name, is_read in (("qwen3", True), ("gptoss", True), ("muse_glimmer", False)):
+        caplog.clear()
+        tokenizer = trl_tokenizer(name)
+        for _ in range(2):
+            StopRule(tokenizer, Sampling(max_tokens=9), ())
+        reports = [record for record in caplog.records if "does not read" in record.getMessage()]
+        assert len(reports) == (not is_read), name

@@ -111,18 +111,38 @@ def reasoning_tokenizer(form: str, *, thinking: bool) -> PreTrainedTokenizerFast
 
 _SPECIAL = re.compile(
     r"<\|[^|<>'\"\s]+\|>|<｜[^｜]+｜>|<\|?(?:turn|channel|tool_call|tool_response)\|>"
-    r"|<\|(?:turn|channel|tool_call|tool_response)>"
+    r"|<\|(?:turn|channel|tool_call|tool_response)>|<(?:start|end)_of_turn>|<end_of_utterance>"
 )
+_ENDS = {
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "diffusion_gemma": "<turn|>",
+    "gemma4": "<turn|>",
+    "gemma": "<end_of_turn>",
+    "glm4": "<|user|>",
+    "gptoss": "<|return|>",
+    "idefics3": "<end_of_utterance>",
+    "llama3": "<|eot_id|>",
+    "muse_glimmer": "<|eot|>",
+    "phi3": "<|end|>",
+    "smolvlm": "<end_of_utterance>",
+}
+"""Beginning of a name -> the end of its answers; others: that of ChatML."""
+_NO_TEXT = ("idefics3", "llava_next", "smolvlm")
+"""Templates whose content has to be a list of parts."""
 
 
-def trl_templates() -> list[str]:
-    """Return the names of the templates with reasoning in the package trl; [] without it."""
+def trl_templates(*, thinking: bool = True) -> list[str]:
+    """Return the names of the templates in the package trl, or of those with ``</think>``; []
+    without the package."""
     trl = find_spec("trl")
     files = Path(str(trl and trl.origin)).parent.glob("chat_templates/*.jinja")
     return sorted(
         file.stem
         for file in files
-        if "</think>" in file.read_text(encoding="utf-8") and "_training" not in file.stem
+        if ("</think>" in file.read_text(encoding="utf-8") or not thinking)
+        and "_training" not in file.stem
+        and file.stem not in _NO_TEXT
     )
 
 
@@ -131,8 +151,11 @@ def trl_tokenizer(name: str) -> PreTrainedTokenizerFast:
     trl = find_spec("trl")
     path = Path(str(trl and trl.origin)).parent / "chat_templates" / f"{name}.jinja"
     template = path.read_text(encoding="utf-8")
-    special = tuple(sorted(set(_SPECIAL.findall(template))))
-    ends = ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|user|>", "<turn|>", "<|return|>")
-    tokenizer = byte_bpe(special, eos=next(end for end in ends if end in special))
+    end = next((end for head, end in _ENDS.items() if name.startswith(head)), "<|im_end|>")
+    begin = ("<bos>",) if "bos_token" in template else ()
+    special = tuple(sorted({*_SPECIAL.findall(template), end, *begin}))
+    tokenizer = byte_bpe(special, eos=end)
+    if begin:
+        tokenizer.bos_token = begin[0]
     tokenizer.chat_template = template
     return tokenizer

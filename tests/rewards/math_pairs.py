@@ -874,6 +874,62 @@ MARKS_OF_LANGUAGES = [
     ("3", "答案是否定的，共3个", True),
 ]
 
+WORDS_OF_LANGUAGES = [
+    ("12", "La respuesta es 12, con 3 pasos.", True),
+    ("5", "The answer is 5; the question asks for apples.", True),
+    ("12", "我的答案: 12（共3步）", True),
+    ("12", "答案 = 12", True),
+    ("12", "答案为：\\(12\\)", True),
+    ("\\sqrt{2}", "答案是 $\\sqrt{2}$。", True),
+    ("12", "答案是12，13", False),
+    ("12", "答案：12 和 13", False),
+    ("12 cm", "答案是12cm", True),
+    ("3", "答案是第3个", True),
+    ("3", "答案是3月5日", False),
+    ("30", "答案：10:30", False),
+    ("1/3", "答案是1/3。", True),
+    ("-5", "答案：-5", True),
+    ("-5", "答案：－５", True),
+    ("对", "答案：对", True),
+    ("错误", "答案：正确", False),
+    ("北京", "答案：北京", True),
+    ("北京", "答案：北京。因为上海有3个", True),
+    ("東京", "正解：東京", True),
+    ("서울", "정답: 서울", True),
+    ("blue", "Answer: blue", True),
+    ("6", "The answer is not 5. Answer: 6", True),
+    ("6", "정답은 5가 아니라 6입니다.", True),
+    ("6", "答案是5还是6？应该是6", True),
+    ("3,5", "答案是x=3或x=5", False),
+    ("3", "答案：x=3，y=4", False),
+    ("{1,2}", "答案：{1,2}", True),
+    ("[1,2)", "答案：[1,2)", True),
+    ("300000", "答案：3 × 10^5", True),
+    ("5", "答案：五", False),
+    ("B", "คำตอบคือ ข้อ B", False),
+    ("B", "Ответ: B", True),
+    ("C", "Đáp án đúng là C.", True),
+    ("D", "Respuesta correcta: D", True),
+    ("B", "A resposta é B.", True),
+    ("C", "La risposta è C perché A e B sono false.", True),
+    ("C", "Die Antwort ist C, weil A falsch ist.", True),
+    ("C", "答案：C，因为A错", True),
+    ("Москва", "Москва", True),
+    ("Москва", "Ответ: Москва.", True),
+    ("Москва", "Ответ: Минск, не Москва", False),
+    ("北京", "\\boxed{北京}", True),
+    ("北京", "\\boxed{\\text{北京}}", True),
+    ("北京", "\\boxed{上海}", False),
+    ("α", "\\boxed{β}", False),
+    ("α", "\\boxed{α}", True),
+    ("5", "Die Antwort ist 5, oder 6", False),
+]
+
+NOT_REASONS = [  # of one language, in another
+    ("car park", "The answer is a car park.", True),
+    ("12", "La réponse est 12 parce que 3 fois 4 font 12, en 3 étapes.", True),
+]
+
 CHOICES_TOGETHER = [
     ("AC", r"\boxed{A, C}", True),
     ("AC", r"\boxed{C and A}", True),
@@ -908,7 +964,6 @@ KNOWN_DISAGREEMENTS = [
     ("2 m", r"\boxed{200 \text{ cm}}", True),  # units are compared, not converted
     ("2ab", r"\boxed{2ba}", True),  # letters after a number are a unit
     ("a b c", r"\boxed{abc}", True),  # "a" is an article
-    ("12", "La respuesta es 12, con 3 pasos.", True),
     ("12", "A resposta é 12 em 3 passos.", True),
 ]
 
@@ -917,6 +972,6 @@ PAIRS: list[tuple[Any, str, bool]] = [
     *SEPARATORS, *SCIENTIFIC, *MIXED_NUMBERS, *FRACTIONS, *CONSTANTS,
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
     *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *CHOICES_WITH_THEIR_TEXT, *CHOICES_IN_CHINESE,
-    *WITHOUT_SPACES, *MARKS_OF_LANGUAGES, *CHOICES_TOGETHER,
+    *WITHOUT_SPACES, *MARKS_OF_LANGUAGES, *NOT_REASONS, *WORDS_OF_LANGUAGES, *CHOICES_TOGETHER,
     *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

@@ -26,12 +26,15 @@ _MARK = Pattern(
     "|".join(rf"{n}(?:{v}|\s*+[:：=])" for n, v in _NAMES_AND_VERBS.values()), IGNORECASE
 )
 _END = Pattern(
-    r"\.(?=\s|$)|,?\s(?:because|since|which|weil|car|porque|perché|потому)\s|,\s+(?:not|so)\s"
+    r"\.(?=\s|$)|,?\s(?:because|since|which|weil|parce que|porque|perché|потому)\s"
+    r"|,\s+(?:not|so|nicht|no|non|não|не|pas)\s"
     rf"|。|[，；](?=\s?[{SCRIPT}])|[，,]?\s?(?:因[为為]|なぜなら|왜냐하면|เพราะ)"
 )
 _WORDS_BEHIND = Pattern(rf"(?<![{SCRIPT}\s])\s?(?P<words>[{SCRIPT}][{SCRIPT}\s!！~～]*+)$")
 _CHANGES = Pattern(r"^[的倍の以]|ない|なく|아니|아닙|ไม่")
 """Words behind a value that make another one of it ("a multiple of 2"), or deny it."""
+_REMARK = Pattern(r"\s?(?:[（(]|,\s(?=[^\W\d])(?!(?:o|ou|oder|или|и|y|e|und|et)\s)).*$")
+"""What follows a value in a sentence of other languages; math-verify reads those in English."""
 _CHOICES = Form(r"\(?[A-J]\)?(?:[\s,、和]{0,3}\(?[A-J]\)?){0,9}")
 _MOST = 20
 """Only this many of the last marks are examined."""
@@ -60,6 +63,9 @@ def sentence_of_label(text: str) -> str | None:
 def _behind(text: str, mark: Match) -> str:
     line = text[mark.end() :].lstrip().lstrip(":：").lstrip().partition("\n")[0]
     sentence = _END.split(line, maxsplit=1)[0].strip()
+    if not mark.group().lower().startswith("answer"):
+        value = _REMARK.sub("", sentence)
+        sentence = value if read_quantity(value) else sentence
     words = _WORDS_BEHIND.search(sentence)
     if words is None or _CHANGES.search(words["words"]):
         return sentence

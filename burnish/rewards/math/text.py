@@ -83,6 +83,8 @@ _CONSTANTS = frozenset(
 _SHORT_WORDS = frozenset(
     _WORD.findall("yes no odd all red mon tue wed thu fri sat sun dne on up it he us we")
 )
+_OTHER_LETTERS = Form(r"(?:[^\W\d_a-zA-Z\u0370-\u03ff]++[ ·-]?+)++")
+"""Words of other scripts, but for Greek letters, which are symbols."""
 _LETTERS = Form(r"[A-Za-z]+(?: +[A-Za-z]+)*")
 _CONNECTIVES = frozenset({"and", "or"})
 _VOWEL = Pattern(r"[aeiouy]")
@@ -285,7 +287,7 @@ def _is_words(text: str, words: str) -> bool:
     """
     if CHOICE.fullmatch(words.lower()) and _CAPITAL.search(text):
         return True
-    if _CLOCK.fullmatch(words):
+    if _CLOCK.fullmatch(words) or _OTHER_LETTERS.fullmatch(words):
         return True
     if _MATH_SIGN.search(bare(text)):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import correlation, fmean
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ def test_losses_in_bf16_agree_with_float64_formulas_and_finite_differences() -> 
     expected = torch.where(error <= 0.7, error.square() / 2, 0.7 * (error - 0.35)).mean(1)
     found = huber(scores.bfloat16(), targets.float(), delta=0.7)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    rounded = targets.bfloat16()  # both are: the difference is not rounded
+    error = (scores.bfloat16().double() - rounded.double()).abs()
+    low = squared_error(scores.bfloat16(), rounded)
+    torch.testing.assert_close(low.double(), error.square().mean(1), rtol=1e-6, atol=1e-6)
+    expected = torch.where(error <= 0.7, error.square() / 2, 0.7 * (error - 0.35)).mean(1)
+    found = huber(scores.bfloat16(), rounded, delta=0.7)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
     classes = torch.tensor([0, 2, 1, 1, 0, 2])
     wide = scores.bfloat16().double()
     expected = (wide.exp().sum(1) / wide.exp()[torch.arange(6), classes]).log()
@@ -70,3 +78,19 @@ def test_correlations_by_hand_and_with_ties() -> None:
     tied = torch.tensor([1.0, 1.0, 2.0])
     assert float(spearman(tied, x)) == pytest.approx(math.sqrt(3) / 2)
     assert math.isnan(float(pearson(x, torch.ones(3))))
+
+
+def test_correlations_agree_with_those_of_the_standard_library() -> None:
+    """Of fp32 numbers far from 0, and of whole numbers with many ties, whose rank is the mean of
+    their places among all."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        x, y = torch.randint(0, 16, (2, 9), generator=generator) / 16
+        x, y = x + 1e5, y * y - 1e5
+        expected = correlation(x.tolist(), y.tolist())
+        assert float(pearson(x, y)) == pytest.approx(expected, abs=1e-9)
+        x, y = torch.randint(0, 4, (2, 9), generator=generator).float()
+        ranks = [
+            [fmean(1 + i for i, b in enumerate(sorted(z)) if b == a) for a in z] for z in (x, y)
+        ]
+        assert float(spearman(x, y)) == pytest.approx(correlation(*ranks), abs=1e-9)

@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl"
 os.environ.update(RAY_prestart_worker_first_driver="0")  # no test has tasks for such workers
 os.environ["BURNISH_TESTS_PROCESS"] = str(os.getpid())  # whatever a test starts inherits it
 
+import gc
 import re
 import subprocess
 import tempfile
@@ -64,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if not distributes:
         fork_server.start(tempfile.gettempdir())
+        gc.disable()  # until the tests are collected: what imports make is not garbage
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,6 +79,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         patience[item.path] = max(patience.get(item.path, 0), mark.args[0] if mark else 0)
         slow[item.path] += item.get_closest_marker("slow") is not None
     items.sort(key=lambda item: (-patience[item.path], -slow[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture

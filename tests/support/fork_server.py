@@ -232,11 +232,14 @@ class Server:
 
 
 def _import() -> None:
+    import gc
     import importlib
     import threading
 
+    gc.disable()  # what an import makes is not garbage
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.enable()
     assert threading.active_count() == 1, "a fork would lose these threads"
 
 

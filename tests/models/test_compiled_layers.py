@@ -78,8 +78,7 @@ def run(body: Any, segments: list[Segment], *, grad: bool = True) -> list[Tensor
 
 
 def graphs_of(depth: int, patterns: int) -> list[int]:
-    """Graphs after each of several passes over other rows, without and with gradient."""
-    torch._dynamo.reset()
+    """New graphs after each of several passes over other rows, without and with gradient."""
     body, draw = body_of(depth), random.Random(0)
     CompiledLayers(body, backend="aot_eager")
     before, counts = Compilations.so_far().graphs, []
@@ -93,9 +92,9 @@ def graphs_of(depth: int, patterns: int) -> list[int]:
 
 def test_graphs_depend_neither_on_depth_nor_on_rows() -> None:
     """Four graphs of a layer (norm, queries to rotary, output projection, norm and MLP), with and
-    without gradient: 8, all of them made in the first pass."""
+    without gradient: 8, all of them made in the first pass. A deeper model runs the same."""
     assert graphs_of(2, 20) == [8] * 20
-    assert graphs_of(12, 3) == [8] * 3
+    assert graphs_of(12, 3) == [0] * 3
 
 
 def test_layers_of_two_types_are_compiled_once_each() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from burnish.model_text import Pattern
+
 BlockState = Literal["opened", "closed", "none"]
 """State of the block of reasoning at the end of a prompt."""
 
@@ -86,32 +88,48 @@ REASONING_TAGS = (
 
 CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 """Special tokens of the messages in channels of which a response consists."""
-_ANSWERS = ("final", "commentary")
-_MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_ANSWERS = (["final"], ["commentary"])
+_MESSAGE_BEGINS = ("<|channel|>", "<|start|>assistant", "to=functions.")
+_MESSAGE_END = Pattern(r"<\|(?:end|return|call)\|>\s*|(?=<\|start\|>)")
 
 
 def split_channels(response: str) -> tuple[str, str] | None:
-    """Return (reasoning, answer) of a response in channels; None if it has none. Calls are in
-    neither of them. Text before the first channel continues reasoning that the prompt opens.
+    """Return (reasoning, answer) of a response that consists of messages in channels, else None.
+    Calls are in neither of them. Text before the first message continues reasoning that the prompt
+    opens; text between messages belongs to the answer.
 
     >>> thought, begin = "<|channel|>analysis<|message|>7<|end|>", "<|start|>assistant<|channel|>"
     >>> split_channels(f"{thought}{begin}final<|message|>4"), split_channels(thought)
     (('7', '4'), ('7', ''))
+    >>> split_channels("In harmony, <|channel|> marks a channel.")
     """
-    before, *messages = response.split("<|channel|>")
-    if not messages:
-        return None
-    opened, is_closed, _ = before.partition("<|end|>")
-    reasoning: list[str] = [opened] if is_closed else []
+    reasoning: list[str] = []
     answers: list[str] = []
-    for message in messages:
-        header, _, body = message.partition("<|message|>")
-        name = header.split()[0] if header.strip() else ""
-        text = min((body.partition(end)[0] for end in _MESSAGE_ENDS), key=len)
-        if " to=" not in f"{before.rpartition('<|start|>')[2]} {header}":
-            (answers if name in _ANSWERS else reasoning).append(text)
-        before = body
-    return "\n".join(reasoning), "\n".join(answers)
+    begin, num_messages = len(response) - len(response.lstrip()), 0
+    if not response.startswith(_MESSAGE_BEGINS, begin):
+        opened, closes, _ = response.partition("<|end|>")
+        begin = len(opened) + len(closes)
+        if not closes or not response.startswith(_MESSAGE_BEGINS, begin):
+            return None
+        reasoning.append(opened)
+    ends = iter(_MESSAGE_END.finditer(response))
+    while begin < len(response):
+        if response.startswith(_MESSAGE_BEGINS, begin):
+            body = response.find("<|message|>", begin)
+            if body < 0:  # a header that was cut
+                break
+            num_messages += 1
+            recipient, _, channel = response[begin:body].partition("<|channel|>")
+            begin = body + len("<|message|>")
+        else:  # text in no channel
+            recipient, channel = "", "final"
+            begin += len("<|start|>") * response.startswith("<|start|>", begin)
+        end = next((end for end in ends if end.start() >= begin), None)
+        text = response[begin : end.start() if end else None]
+        if "to=" not in f"{recipient}{channel}" and text.strip():
+            (answers if channel.split()[:1] in _ANSWERS else reasoning).append(text)
+        begin = end.end() if end else len(response)
+    return ("\n".join(reasoning), "\n".join(answers)) if num_messages else None
 
 
 def after_reasoning(response: str, prompt: str = "") -> str:

@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop_thread": set(),
     "messages": set(),
     "model_text": {"errors"},
-    "reasoning_tags": set(),
+    "reasoning_tags": {"model_text"},
     "oom": set(),
     "secret": set(),
     "template_charges": {"errors"},

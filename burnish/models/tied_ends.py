@@ -9,7 +9,7 @@ then have both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,16 @@ def untie_as_stored(
     then says that they are not tied.
 
     ``stored``: names of its tensors. ``auto_class``: of :func:`language_model_class`. ``name``: the
-    model's name in a warning. Names are compared from the end, because transformers may rename the
-    beginning. transformers compares loaded weights, but not while DeepSpeed shards them.
+    model's name in a warning. transformers compares loaded weights, but not while DeepSpeed shards
+    them.
     """
     text = config.get_text_config().to_dict()
     if not text.get("tie_word_embeddings", config.to_dict().get("tie_word_embeddings")):
         return False
     kind = auto_class._model_mapping.get(type(config), PreTrainedModel)
     for target, source in dict(kind._tied_weights_keys or {}).items():
-        ends = [n for end in (target, source) if (n := _ending(stored, end)) is not None]
-        if len(ends) == 2 and not _equal(*map(read, ends)):
+        ends = _names_of((target, source), stored)
+        if ends and not _equal(*map(read, ends)):
             _untie(config, name)
             return True
     return False
@@ -54,10 +54,15 @@ def untie_as_loaded(model: PreTrainedModel, name: str) -> None:
         _untie(model.config, name)
 
 
-def _ending(names: Iterable[str], name: str) -> str | None:
-    """Return the name that ends with the last two parts of ``name``."""
-    end = ".".join(name.rsplit(".", 2)[-2:])
-    return next((n for n in names if f".{n}".endswith(f".{end}")), None)
+def _names_of(names: Sequence[str], stored: Iterable[str]) -> list[str]:
+    """Return the stored names of two weights: these, or those with another beginning (transformers
+    renames some) if there is one of each. Empty if one is missing."""
+    stored = list(stored)
+    if any(name in stored for name in names):
+        return list(names) if all(name in stored for name in names) else []
+    endings = [".".join(name.split(".")[-2:]) for name in names]
+    found = [[name for name in stored if f".{name}".endswith(f".{end}")] for end in endings]
+    return [first for first, *_ in found] if all(len(each) == 1 for each in found) else []
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

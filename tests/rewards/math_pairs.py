@@ -875,9 +875,7 @@ MARKS_OF_LANGUAGES = [
 ]
 
 WORDS_OF_LANGUAGES = [
-    ("12", "La respuesta es 12, con 3 pasos.", True),
     ("5", "The answer is 5; the question asks for apples.", True),
-    ("12", "我的答案: 12（共3步）", True),
     ("12", "答案 = 12", True),
     ("12", "答案为：\\(12\\)", True),
     ("\\sqrt{2}", "答案是 $\\sqrt{2}$。", True),
@@ -957,6 +955,21 @@ CHOICES_TOGETHER = [
     ("\\angle ABC", r"\boxed{A, B, C}", False),
 ]
 
+OTHERS_IN_LANGUAGES = [  # a value that is denied, or one of several
+    ("3", "答案：3千", False), ("3", "答案是3百万", False), ("3", "答えは3千円です", False),
+    ("2", "Respuesta: x=2, x=-2", False), ("2", "Antwort: 2, sowie 3", False),
+    ("2", "答案：2(x+1)", False), ("2", "答え：2, または3", False), ("2", "정답: 2, 또는 3", False),
+    ("6", "Ответ: 6 (√2 - 1) см", False), ("0", "Respuesta: 0, pi, 2pi", False),
+    ("5", "Réponse : 5 (ou 6)", False), ("5", "Antwort: 5, mal 10", False),
+    ("12", "Die Antwort ist nicht 12", False), ("12", "Ответ: не 12", False),
+    ("12", "答えは12ではありません", False), ("12", "答案是12以上", False),
+    ("B", "正解はBではありません", False), ("B", "答案是B错误", False),
+    ("B", "答案是B之外的选项", False), ("B", "정답은 B를 제외한 것", False),
+    ("B", "คำตอบคือ B ผิด", False), ("AC", "答案：A、C错误", False),
+    ("Москва", "Ответ: не Москва", False), ("Москва", "Ответ: Минск или Москва", False),
+    ("Москва", "Это не Москва", False), ("да", "Ответ: не да", False),
+    ("(A, B)", r"\boxed{(B, A)}", False), ("(A, B)", r"\boxed{(A, B)}", True),
+]  # fmt: skip
 KNOWN_DISAGREEMENTS = [
     ("128 , 64", r"\boxed{64,128}", True),  # reads as the number 64128
     (r"0.\overline{3}", r"\boxed{\frac13}", True),  # the bar is not read
@@ -965,6 +978,8 @@ KNOWN_DISAGREEMENTS = [
     ("2ab", r"\boxed{2ba}", True),  # letters after a number are a unit
     ("a b c", r"\boxed{abc}", True),  # "a" is an article
     ("12", "A resposta é 12 em 3 passos.", True),
+    ("12", "La respuesta es 12, con 3 pasos.", True),
+    ("12", "我的答案: 12（共3步）", True),
 ]
 
 PAIRS: list[tuple[Any, str, bool]] = [
@@ -973,5 +988,6 @@ PAIRS: list[tuple[Any, str, bool]] = [
     *UNITS, *PERCENT, *ALGEBRA, *SETS_AND_TUPLES, *TEXT, *LETTERS, *DATES, *AS_MODELS_WRITE,
     *HEDGED, *SCALES, *QUOTED, *IN_PARENTHESES, *CHOICES_WITH_THEIR_TEXT, *CHOICES_IN_CHINESE,
     *WITHOUT_SPACES, *MARKS_OF_LANGUAGES, *NOT_REASONS, *WORDS_OF_LANGUAGES, *CHOICES_TOGETHER,
+    *OTHERS_IN_LANGUAGES,
     *KNOWN_DISAGREEMENTS,
 ]  # fmt: skip

@@ -26,7 +26,8 @@ from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.selection import select
 from burnish.data.sources import DataError
 from burnish.data.stream import RowRef
-from burnish.reasoning_tags import REASONING_TAGS, Tags
+from burnish.data.thoughts import without_channels
+from burnish.reasoning_tags import REASONING_TAGS, Tags, after_reasoning, split_channels
 from burnish.rewards.base import RewardInput
 from burnish.rewards.function.reward import conversation
 from burnish.rewards.math.reward import MathScorer
@@ -226,3 +227,19 @@ def test_a_reward_model_reads_a_cut_response_as_it_was_trained(
         wanted = [*encode_prompt(tokenizer, START)[1], *wanted]
     assert [*head, *response] == wanted
     assert str(tokenizer.decode(wanted)).count("<think>") <= (1 if thinking else 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In harmony, <|channel|> marks a channel. The answer is 4.",
+        "<think>gpt-oss writes <|channel|> tokens</think>The answer is 4.",
+        "Use <|channel|>final<|message|> before 5. The answer is 4.",
+    ],
+)
+def test_a_response_that_mentions_channels_has_none(text: str) -> None:
+    """Of any policy: a response in channels consists of their messages."""
+    assert after_reasoning(text).endswith("The answer is 4.")
+    message = {"role": "assistant", "content": text}
+    assert without_channels(message) is message
+    assert split_channels("<|channel|>final<|message|>4 <|start|>5") == ("", "4 \n5")

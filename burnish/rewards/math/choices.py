@@ -72,13 +72,15 @@ class Letters(NamedTuple):
 
 
 def read_letters(text: str) -> Letters | None:
-    """Return the choices that an entire text names; None if it is another text.
+    """Return the choices that an entire text names; None if it is another text, such as the point
+    (A, B).
 
     >>> read_letters("(A) and (C)").is_list, read_letters("ABD").is_list, read_letters("A or C")
     (True, False, None)
     """
     plain = _MARKUP.sub("", text).strip(" .")
-    if len(plain) > _LONGEST or _LETTERS.fullmatch(plain) is None:
+    is_pair = plain.startswith("(") and plain.endswith(")") and plain.count("(") == 1
+    if is_pair or len(plain) > _LONGEST or _LETTERS.fullmatch(plain) is None:
         return None
     letters = _LETTER.findall(plain)
     if len(letters) < 2 or len(set(letters)) < len(letters):

@@ -31,10 +31,13 @@ _END = Pattern(
     rf"|。|[，；](?=\s?[{SCRIPT}])|[，,]?\s?(?:因[为為]|なぜなら|왜냐하면|เพราะ)"
 )
 _WORDS_BEHIND = Pattern(rf"(?<![{SCRIPT}\s])\s?(?P<words>[{SCRIPT}][{SCRIPT}\s!！~～]*+)$")
-_CHANGES = Pattern(r"^[的倍の以]|ない|なく|아니|아닙|ไม่")
-"""Words behind a value that make another one of it ("a multiple of 2"), or deny it."""
-_REMARK = Pattern(r"\s?(?:[（(]|,\s(?=[^\W\d])(?!(?:o|ou|oder|или|и|y|e|und|et)\s)).*$")
-"""What follows a value in a sentence of other languages; math-verify reads those in English."""
+_CHANGES = Pattern(r"^[的倍の以]")
+"""Words behind a value that make another one of it ("a multiple of 2")."""
+_SCALES = Pattern(r"^[十百千万萬億亿兆백천만억割成折乗分半]")
+_DENIES = Pattern(
+    r"不|非(?!常)|[错錯誤误除另假違]|[以之]外|以[上下内]|未[满満]|より|이상|이하|미만|초과|보다|ない|なく|ません|아니|아닙|제외|틀|ไม่|ผิด|ยกเว้น"
+)
+"""Words behind a value that deny it, or name others (more, fewer, all but it)."""
 _CHOICES = Form(r"\(?[A-J]\)?(?:[\s,、和]{0,3}\(?[A-J]\)?){0,9}")
 _MOST = 20
 """Only this many of the last marks are examined."""
@@ -63,12 +66,14 @@ def sentence_of_label(text: str) -> str | None:
 def _behind(text: str, mark: Match) -> str:
     line = text[mark.end() :].lstrip().lstrip(":：").lstrip().partition("\n")[0]
     sentence = _END.split(line, maxsplit=1)[0].strip()
-    if not mark.group().lower().startswith("answer"):
-        value = _REMARK.sub("", sentence)
-        sentence = value if read_quantity(value) else sentence
     words = _WORDS_BEHIND.search(sentence)
+    if words is not None and _DENIES.search(words["words"]):
+        return f"not {sentence}"
     if words is None or _CHANGES.search(words["words"]):
         return sentence
     value = with_spaces(f"：{sentence}").removeprefix("：")
+    rest = _WORDS_BEHIND.search(value.strip())
+    if rest is not None and _SCALES.search(rest["words"]):  # "3 thousand"
+        return sentence
     value = _WORDS_BEHIND.sub("", value.strip()).strip()
     return value if read_quantity(value) or _CHOICES.fullmatch(value) else sentence

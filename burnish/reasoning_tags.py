@@ -8,7 +8,7 @@ of reasoning and of the answer (:func:`split_channels`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from burnish.model_text import Pattern
 
@@ -93,14 +93,25 @@ _MESSAGE_BEGINS = ("<|channel|>", "<|start|>assistant", "to=functions.")
 _MESSAGE_END = Pattern(r"<\|(?:end|return|call)\|>\s*|(?=<\|start\|>)")
 
 
-def split_channels(response: str) -> tuple[str, str] | None:
-    """Return (reasoning, answer) of a response that consists of messages in channels, else None.
-    Calls are in neither of them. Text before the first message continues reasoning that the prompt
-    opens; text between messages belongs to the answer.
+class Channels(NamedTuple):
+    """Texts of the messages of a response in channels. Calls are in neither of them."""
+
+    reasoning: str
+    answer: str
+    is_plain: bool = True
+    """The response is at most one text of reasoning, and one answer."""
+
+
+def split_channels(response: str) -> Channels | None:
+    """Return the texts of a response that consists of messages in channels, else None. Text before
+    the first message continues reasoning that the prompt opens; text between messages belongs to
+    the answer.
 
     >>> thought, begin = "<|channel|>analysis<|message|>7<|end|>", "<|start|>assistant<|channel|>"
-    >>> split_channels(f"{thought}{begin}final<|message|>4"), split_channels(thought)
-    (('7', '4'), ('7', ''))
+    >>> split_channels(f"{thought}{begin}final<|message|>4")
+    Channels(reasoning='7', answer='4', is_plain=True)
+    >>> split_channels(thought)
+    Channels(reasoning='7', answer='', is_plain=False)
     >>> split_channels("In harmony, <|channel|> marks a channel.")
     """
     reasoning: list[str] = []
@@ -112,6 +123,7 @@ def split_channels(response: str) -> tuple[str, str] | None:
         if not closes or not response.startswith(_MESSAGE_BEGINS, begin):
             return None
         reasoning.append(opened)
+    headers: list[str] = []
     ends = iter(_MESSAGE_END.finditer(response))
     while begin < len(response):
         if response.startswith(_MESSAGE_BEGINS, begin):
@@ -128,8 +140,13 @@ def split_channels(response: str) -> tuple[str, str] | None:
         text = response[begin : end.start() if end else None]
         if "to=" not in f"{recipient}{channel}" and text.strip():
             (answers if channel.split()[:1] in _ANSWERS else reasoning).append(text)
+        headers.append(f"{recipient.removeprefix('<|start|>assistant')}{channel}".strip())
         begin = end.end() if end else len(response)
-    return ("\n".join(reasoning), "\n".join(answers)) if num_messages else None
+    if not num_messages:
+        return None
+    is_plain = headers[-1:] == ["final"] and len(answers) == 1 and len(reasoning) < 2
+    is_plain &= all(header in ("analysis", "final") for header in headers)
+    return Channels("\n".join(reasoning), "\n".join(answers), is_plain)
 
 
 def after_reasoning(response: str, prompt: str = "") -> str:
@@ -143,7 +160,7 @@ def after_reasoning(response: str, prompt: str = "") -> str:
     ('7</thought>4', '4')
     """
     if (parts := split_channels(response)) is not None:
-        return parts[1]
+        return parts.answer
     begin, before = response.lstrip(), prompt.rstrip()
     read = (
         tags

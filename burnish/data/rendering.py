@@ -26,7 +26,7 @@ from burnish.chat_message import REASONING, Message, roles_of
 from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.data.thoughts import text_behind_repeated, with_reasoning_key, without_channels
-from burnish.reasoning_tags import REASONING_TAGS, THINK, BlockState, Tags
+from burnish.reasoning_tags import REASONING_TAGS, THINK, BlockState, Tags, split_channels
 from burnish.templates import render_chat
 
 if TYPE_CHECKING:
@@ -231,13 +231,28 @@ def with_reasoning_once(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> list[dict[str, Any]]:
     """Return the messages, with reasoning under its key and in the text kept once, and without
-    channels in the text if the template writes them itself."""
-    if writes_channels(tokenizer):
-        messages = [dict(without_channels(message)) for message in messages]
+    channels in the text. Raises DataError if a text in channels is more than reasoning and an
+    answer."""
+    messages = [_without_channels(message) for message in messages]
     if not any(REASONING[0] in message for message in messages):
         return messages
     habits = habits_of(tokenizer, tools)
     return [habits.with_reasoning_once(message) for message in messages]
+
+
+def _without_channels(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    channels = split_channels(content) if message["role"] == "assistant" else None
+    if channels is None:
+        return message
+    if not channels.is_plain:
+        raise DataError(
+            "the text of an answer has messages in channels that are not one text of reasoning and "
+            f"one answer ({content[:60]!r}): a call, a preamble, or no answer. As text they would "
+            "be written in another way; give them as tool_calls and reasoning_content, or keep the "
+            "tokens of sampled responses (with_tokens: true)"
+        )
+    return dict(without_channels(message))
 
 
 class _Probe:

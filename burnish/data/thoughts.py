@@ -106,8 +106,8 @@ def without_channels(message: Message) -> Message:
     parts = split_channels(message.get("content") or "") if message["role"] == "assistant" else None
     if parts is None:
         return message
-    reasoning = message.get(REASONING[0]) or parts[0]
-    return {**message, **({REASONING[0]: reasoning} if reasoning else {}), "content": parts[1]}
+    reasoning = message.get(REASONING[0]) or parts.reasoning
+    return {**message, **({REASONING[0]: reasoning} if reasoning else {}), "content": parts.answer}
 
 
 def text_behind_repeated(message: Message, tags: Tags) -> str | None:

@@ -22,10 +22,11 @@ _MOST_FORMS = 256
 
 def scorers_of(config: JobConfig) -> Scorers:
     """Return the reward models of a job that render its prompts. Empty if the run drops the groups
-    of failed rewards."""
-    if config.scoring.on_failure.then == "drop_group":
+    of failed rewards, and with episodes, which may begin with other messages."""
+    scoring = config.scoring
+    if scoring.on_failure.then == "drop_group" or scoring.in_episodes:
         return ()
-    rewards = enumerate(config.scoring.rewards)
+    rewards = enumerate(scoring.rewards)
     names = [entry.name or f"rewards.{i}" for i, entry in rewards if entry.kind == "model"]
     roles = config.resolve().train_roles  # in the order of the rewards
     models = [role.model for role in roles if role.kind == "reward" and not role.trainable]
@@ -33,7 +34,7 @@ def scorers_of(config: JobConfig) -> Scorers:
 
 
 class ScoredPrompts:
-    """The check of prompts, once for each sequence of roles, which is what templates reject."""
+    """The check of prompts: of those with the same roles, until one can be read."""
 
     def __init__(self, scorers: Scorers) -> None:
         self._tokenizers: list[tuple[str, PreTrainedTokenizerBase]] = []
@@ -44,17 +45,20 @@ class ScoredPrompts:
                 continue
             if tokenizer.chat_template is not None:
                 self._tokenizers.append((name, tokenizer))
-        self._known: dict[Sequence[object], str | None] = {}
+        self._readable: set[Sequence[object]] = set()
 
     def problem(self, prompt: Prompt) -> str | None:
         """Return why a reward model cannot read a prompt; None if all of them can."""
         if prompt.messages is None or not self._tokenizers:
             return None
         form = (*(message["role"] for message in prompt.messages), prompt.tools is not None)
-        if form not in self._known and len(self._known) < _MOST_FORMS:
-            problems = (self._problem(name, t, prompt) for name, t in self._tokenizers)
-            self._known[form] = next(filter(None, problems), None)
-        return self._known.get(form)
+        if form in self._readable:
+            return None
+        problems = (self._problem(name, t, prompt) for name, t in self._tokenizers)
+        problem = next(filter(None, problems), None)
+        if problem is None and len(self._readable) < _MOST_FORMS:
+            self._readable.add(form)
+        return problem
 
     def _problem(self, name: str, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str | None:
         problem = prompt_problem(tokenizer, prompt)

@@ -27,6 +27,7 @@ from burnish.data.sources import DataError
 from burnish.data.steps.config import StepsDataConfig
 from burnish.preflight import launch as validate
 from burnish.preflight.row_scan import DataSection
+from burnish.preflight.scored_prompts import scorers_of
 
 GOOD = {"prompt": "1+1=", "response": "2", "label": "2"}
 BROKEN = {"prompt": "1+1="}
@@ -295,6 +296,8 @@ def test_prompts_that_a_reward_model_cannot_read_are_found_before_the_run(
     assert "2 of 4 rows cannot be used (2 not scored)" in message
     assert f"{path}:2: " in message and "'taste'" in message and "no system" in message
     check(tree | {"on_reward_failure": {"then": "drop_group"}})
+    episodes = "rollout.episodes={tools: [json:loads], max_tokens: 9999}"
+    assert scorers_of(load_config(tree)) and not scorers_of(load_config(tree, [episodes]))
     rewards = [reward | {"model": {"scratch": {}}}]
     check(tree | {"rewards": rewards})
     monkeypatch.setattr(sys, "executable", fork_server.interpreter())

@@ -904,7 +904,7 @@ WORDS_OF_LANGUAGES = [
     ("[1,2)", "答案：[1,2)", True),
     ("300000", "答案：3 × 10^5", True),
     ("5", "答案：五", False),
-    ("B", "คำตอบคือ ข้อ B", False),
+    ("B", "คำตอบคือ ข้อ B", True),
     ("B", "Ответ: B", True),
     ("C", "Đáp án đúng là C.", True),
     ("D", "Respuesta correcta: D", True),
@@ -956,6 +956,9 @@ CHOICES_TOGETHER = [
 ]
 
 OTHERS_IN_LANGUAGES = [  # a value that is denied, or one of several
+    ("B", "答案是选项B", True), ("B", "Respuesta: opción B", True),
+    ("B", "Die Antwort ist die B", True),
+    ("B", "Правильный ответ: вариант B", True), ("B", "答えは選択肢 B", True),
     ("3", "答案：3千", False), ("3", "答案是3百万", False), ("3", "答えは3千円です", False),
     ("2", "Respuesta: x=2, x=-2", False), ("2", "Antwort: 2, sowie 3", False),
     ("2", "答案：2(x+1)", False), ("2", "答え：2, または3", False), ("2", "정답: 2, 또는 3", False),

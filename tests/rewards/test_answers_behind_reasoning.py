@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chat_families import chat_tokenizer
-from chat_templates import REASONING_FORMS, reasoning_tokenizer
+from chat_templates import REASONING_FORMS, reasoning_tokenizer, trl_tokenizer
 from reasoning_players import reasoning_player
 from scripted_episodes import Player, Scripted
 
@@ -242,4 +242,24 @@ def test_a_response_that_mentions_channels_has_none(text: str) -> None:
     assert after_reasoning(text).endswith("The answer is 4.")
     message = {"role": "assistant", "content": text}
     assert without_channels(message) is message
-    assert split_channels("<|channel|>final<|message|>4 <|start|>5") == ("", "4 \n5")
+    assert split_channels("<|channel|>final<|message|>4 <|start|>5") == ("", "4 \n5", False)
+
+
+@pytest.mark.parametrize("family", ["gptoss", "qwen3", "llama3"])
+def test_rows_in_channels_are_those_of_their_messages(family: str) -> None:
+    """For any template, if they are one text of reasoning and one answer; others are refused."""
+    tokenizer = trl_tokenizer(family)
+    final = "<|channel|>final<|message|>4"
+    thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}'
+
+    def row(answer: dict[str, str]) -> Any:
+        question = {"role": "user", "content": "2+2?"}
+        return encode_conversation(tokenizer, [question, {"role": "assistant", **answer}])
+
+    parsed = {"content": "4", "reasoning_content": "I add."}
+    assert row({"content": thought + final}) == row(parsed)
+    assert row({"content": final}) == row({"content": "4"})
+    for other in (thought + call, thought, f"<|channel|>commentary<|message|>So:<|end|>{final}"):
+        with pytest.raises(DataError, match="tool_calls and reasoning_content"):
+            row({"content": other})

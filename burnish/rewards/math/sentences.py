@@ -38,7 +38,12 @@ _DENIES = Pattern(
     r"不|非(?!常)|[错錯誤误除另假違]|[以之]外|以[上下内]|未[满満]|より|이상|이하|미만|초과|보다|ない|なく|ません|아니|아닙|제외|틀|ไม่|ผิด|ยกเว้น"
 )
 """Words behind a value that deny it, or name others (more, fewer, all but it)."""
-_CHOICES = Form(r"\(?[A-J]\)?(?:[\s,、和]{0,3}\(?[A-J]\)?){0,9}")
+_VALUES = (
+    Form(r"\(?[A-J]\)?(?:[\s,、和]{0,3}\(?[A-J]\)?){0,9}"),  # choices
+    Form(r"(?!非)[^\W\d_a-zA-Z]{1,20}"),  # one word of another script
+    Form(r"[\[({].{0,80}[\])}]"),  # a set, an interval, a point
+)
+_DENIALS = ("not ", "nicht ", "kein ", "не ", "pas ", "non ", "não ", "không ", "不")
 _MOST = 20
 """Only this many of the last marks are examined."""
 
@@ -46,12 +51,13 @@ _MOST = 20
 def marked_sentences(text: str, begin: int = 0) -> list[str]:
     """Return what follows the last marks behind ``begin``: a sentence up to its end or a reason.
 
-    Of a value or a choice that words of a language without spaces follow, return it alone.
+    Marks of other languages than English count if a value or choices follow: their sentences are
+    not read otherwise. What denies its value begins with "not".
 
     >>> marked_sentences("The answer is 7, because 3+4=7. Answer: x = 7")
     ['7', 'x = 7']
     >>> marked_sentences("答案是3万元。共2步"), marked_sentences("答案: 2的倍数")
-    (['30000'], ['2的倍数'])
+    (['30000'], [])
     """
     matches = _MARK.finditer(text, begin)[-_MOST:]
     return [sentence for match in matches if (sentence := _behind(text, match))]
@@ -60,20 +66,27 @@ def marked_sentences(text: str, begin: int = 0) -> list[str]:
 def sentence_of_label(text: str) -> str | None:
     """Return the sentence behind the first mark of a label; None without a mark."""
     match = _MARK.search(text)
-    return None if match is None else _behind(text, match)
+    return None if match is None else _behind(text, match) or None
+
+
+def denies(sentence: str) -> bool:
+    """Return whether a sentence behind a mark denies its value."""
+    return sentence.lower().startswith(_DENIALS)
 
 
 def _behind(text: str, mark: Match) -> str:
     line = text[mark.end() :].lstrip().lstrip(":：").lstrip().partition("\n")[0]
     sentence = _END.split(line, maxsplit=1)[0].strip()
+    if mark.group().lower().startswith("answer") or denies(sentence):
+        return sentence
     words = _WORDS_BEHIND.search(sentence)
     if words is not None and _DENIES.search(words["words"]):
         return f"not {sentence}"
-    if words is None or _CHANGES.search(words["words"]):
-        return sentence
-    value = with_spaces(f"：{sentence}").removeprefix("：")
-    rest = _WORDS_BEHIND.search(value.strip())
-    if rest is not None and _SCALES.search(rest["words"]):  # "3 thousand"
-        return sentence
-    value = _WORDS_BEHIND.sub("", value.strip()).strip()
-    return value if read_quantity(value) or _CHOICES.fullmatch(value) else sentence
+    value = sentence
+    if words is not None and words.start() and not _CHANGES.search(words["words"]):
+        value = with_spaces(f"：{sentence}").removeprefix("：").strip()
+        rest = _WORDS_BEHIND.search(value)
+        if rest is not None and not _SCALES.search(rest["words"]):  # not "3 thousand"
+            value = _WORDS_BEHIND.sub("", value).strip()
+    is_value = read_quantity(value) or any(form.fullmatch(value) for form in _VALUES)
+    return value if is_value else ""

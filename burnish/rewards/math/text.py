@@ -42,7 +42,7 @@ from burnish.rewards.math.quantities import (
     read_quantity,
     spell,
 )
-from burnish.rewards.math.sentences import marked_sentences, sentence_of_label
+from burnish.rewards.math.sentences import denies, marked_sentences, sentence_of_label
 from burnish.rewards.math.unspaced import with_spaces
 
 _BOX = Pattern(r"\\(?:boxed|fbox)\s*\{")
@@ -99,7 +99,6 @@ _IS_ALTERNATIVE = Pattern(  # quotes are removed: "isnt"
     r"|n't|[/&]|\b(?:не|ни|нет|или|и|nicht|oder|und|không|hoặc)|[不非无無或和与及]|不是|또는|または"
     r"|หรือ|ไม่ใช่)\s?\(?$"
 )
-_DENIALS = ("not ", "nicht ", "kein ", "не ", "pas ", "non ", "não ", "không ", "不")
 _IS_LISTED = Pattern(r"[,;]\s?\(?$")
 _ENDS_WITH_CHOICE = Pattern(r"(?:^|[\s(])[a-j]\)?$|\)$")
 _ENDS_WITH_VERB = Pattern(r"(?:\b(?:is|are|was|were|be)|'s|:)$")
@@ -397,7 +396,7 @@ def judge(label: Label, response: str, prompt: str = "") -> bool | Ask:
 def _claims_others(sentence: str, label: Label) -> bool:
     """Return whether the sentence after "answer is" denies its value, or has values that differ
     from a number: math-verify would take one of them."""
-    if sentence.lower().startswith(_DENIALS):
+    if denies(sentence):
         return True
     values = [read_quantity(part) for part in _OR.split(sentence.replace(", ", " or "))]
     numbers = [value for value in values if value is not None]

@@ -21,10 +21,10 @@ from burnish.data.chat import encode_completion, encode_conversation, encode_pro
 from burnish.data.decoding import response_text, tokens_within
 from burnish.data.left_out import Field
 from burnish.data.pieces import encode_piece
-from burnish.data.rendering import Tools, habits_of
+from burnish.data.rendering import Tools, habits_of, tags_of
 from burnish.data.sources import DataError
 from burnish.data.thoughts import without_channels
-from burnish.reasoning_tags import REASONING_TAGS
+from burnish.reasoning_tags import REASONING_TAGS, THINK
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
 from burnish.special_tokens import special_tokens
@@ -378,7 +378,7 @@ class RowEncoder:
         rendered, head = encode_prompt(
             self.tokenizer, messages, tools=tools, refused=_WRITTEN_BY_THE_POLICY
         )
-        if (alone := self._rendered_alone(answer, tools, ended)) is not None:
+        if (alone := self._rendered_alone(answer, tools, ended, prompt=rendered)) is not None:
             return head, alone
         row = encode_completion(self.tokenizer, head, text, prompt=rendered, add_eos=ended)
         if problem is not None and not has_tags and not self._warned_of_answers:
@@ -391,14 +391,20 @@ class RowEncoder:
         return head, _trained(row)
 
     def _rendered_alone(
-        self, answer: Mapping[str, Any] | None, tools: Tools, ended: bool
+        self, answer: Mapping[str, Any] | None, tools: Tools, ended: bool, *, prompt: str
     ) -> Sequence[int] | None:
         """Return the ids of an answer as the template writes it behind a question; None if it
-        writes none. A template that renders the history in another form once the answer follows
-        (gpt-oss) is no reason to leave out its form of an answer."""
+        writes none, or if ``prompt`` leaves a block of reasoning in another state.
+
+        A template that renders the history in another form once the answer follows (gpt-oss) is no
+        reason to leave out its form of an answer."""
         if answer is None:
             return None
+        tags = tags_of(self.tokenizer) or THINK
         try:
+            asked = encode_prompt(self.tokenizer, [_QUESTION], tools=tools)[0]
+            if tags.of_prompt(asked)[1] != tags.of_prompt(prompt)[1]:
+                return None
             return self._encoded([_QUESTION, answer], tools=tools, ended=ended)[1]
         except DataError:
             return None

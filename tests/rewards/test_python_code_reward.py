@@ -412,13 +412,3 @@ def test_a_sandbox_that_fails_is_no_score(
     monkeypatch.setattr(module, "_JUDGE", broken)
     with pytest.raises(RewardError, match=r"did not begin: exit 1.*no prctl"):
         reward.score([item_of(f"```\n{ADD}\n```", ["assert f(1, 2) == 3"])])
-
-
-def test_a_python_with_another_bytecode_reads_the_source_of_the_judge(
-    reward: PythonCodeScorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_files", module._files.__wrapped__)  # without its cache
-    monkeypatch.setattr(module, "MAGIC_NUMBER", b"none")
-    answer = f"```\n{ADD}\n```"
-    assert reward.score([item_of(answer, ["assert f(1, 2) == 3"])]) == [1]
-    assert reward.score([item_of(answer, ["assert f(1, 2) == 4"])]) == [0]

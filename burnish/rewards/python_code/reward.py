@@ -7,15 +7,12 @@ result. Its lines begin with a random nonce, which the code does not know.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
-import marshal
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -34,21 +31,6 @@ from burnish.types import Prompt
 log = logging.getLogger("burnish")
 
 _JUDGE = Path(__file__).with_name("judge.py")
-_START = b"""\
-import marshal
-from _frozen_importlib_external import MAGIC_NUMBER
-
-with open("judge.bin", "rb") as file:
-    data = file.read()
-if data.startswith(MAGIC_NUMBER):
-    code = marshal.loads(data[len(MAGIC_NUMBER):])
-else:
-    with open("judge.py", "rb") as file:
-        code = compile(file.read(), "judge.py", "exec", dont_inherit=True)
-exec(code)
-"""
-"""Runs the judge: its bytecode, if the Python of the sandbox has the format of this one, else its
-source. To compile it takes a third of the CPU time of a short test."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +132,9 @@ class PythonCodeScorer:
             "stop": self._config.score == "all",
         }
         program = Program(
-            (PYTHON, "-I", "start.py"),
+            (PYTHON, "-I", _JUDGE.name),
             stdin=json.dumps(task).encode(),
-            files=_files(_JUDGE.read_bytes()),
+            files={_JUDGE.name: _JUDGE.read_bytes()},
             wall_s=self._config.timeout_s,
         )
         result = await self._sandbox.run(program)
@@ -193,13 +175,6 @@ class PythonCodeScorer:
     def _bad_label(self, item: RewardInput, problem: str) -> SampleError:
         advice = "correct the label in the data, or set data.label_key to the column with the tests"
         return SampleError(self, item, f"cannot use the label: it {problem}", advice=advice)
-
-
-@functools.lru_cache(maxsize=1)
-def _files(judge: bytes) -> Mapping[str, bytes]:
-    """Return the files of the sandbox, by name."""
-    code = marshal.dumps(compile(judge, "judge.py", "exec", dont_inherit=True))
-    return {"start.py": _START, "judge.py": judge, "judge.bin": MAGIC_NUMBER + code}
 
 
 def make_reward(config: PythonCodeReward, inputs: RewardInputs) -> PythonCodeScorer:

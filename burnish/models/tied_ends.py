@@ -61,8 +61,8 @@ def _names_of(names: Sequence[str], stored: Iterable[str]) -> list[str]:
     if any(name in stored for name in names):
         return list(names) if all(name in stored for name in names) else []
     endings = [".".join(name.split(".")[-2:]) for name in names]
-    found = [[name for name in stored if f".{name}".endswith(f".{end}")] for end in endings]
-    return [first for first, *_ in found] if all(len(each) == 1 for each in found) else []
+    matches = [[name for name in stored if f".{name}".endswith(f".{end}")] for end in endings]
+    return [first for first, *_ in matches] if all(len(each) == 1 for each in matches) else []
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

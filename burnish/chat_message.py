@@ -8,7 +8,9 @@ value is absent. Other keys are passed on unchanged. A tool call is ``{"id": ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from burnish.errors import BurnishError
@@ -33,8 +35,9 @@ ROLES = {"developer": "system", "function": "tool"}
 
 CALLS_IN_TEXT = "content_with_calls"
 """Key of an answer whose text follows or interrupts its tool calls, as a malformed call behind
-complete ones does: the content as it was sampled, with the calls. Empty: the template writes texts
-in channels, so that no content has this order."""
+complete ones does: ``{"text": ..., "digest": ...}`` with the content as it was sampled, with the
+calls, and a digest of the message's content and calls (:func:`calls_in_text`). An empty text: the
+template writes texts in channels, so that no content has this order."""
 
 USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Canonical roles, which chat templates render without naming all of them."""
@@ -201,55 +204,58 @@ def is_cut(message: Message) -> bool:
     return message.get(FINISH) in CUT_REASONS
 
 
+def calls_in_text(message: Message, text: str) -> dict[str, str]:
+    """Return the value of :data:`CALLS_IN_TEXT` for an answer that was sampled as ``text``."""
+    return {"text": text, "digest": _digest(message)}
+
+
 def with_calls_in_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages as they are rendered: an answer with :data:`CALLS_IN_TEXT` has this text
-    in place of its content and its calls. Raises MessageError if the text is empty.
+    in place of its content and its calls. Raises MessageError if content or calls were edited, or
+    if the text is empty.
 
-    >>> with_calls_in_text(
-    ...     [{"role": "assistant", "content": "b", "tool_calls": [], "content_with_calls": "{} b"}]
-    ... )
+    >>> answer = {"role": "assistant", "content": "b", "tool_calls": []}
+    >>> with_calls_in_text([answer | {"content_with_calls": calls_in_text(answer, "{} b")}])
     [{'role': 'assistant', 'content': '{} b'}]
     """
     return [_with_calls_in_text(message) for message in messages]
 
 
 def _with_calls_in_text(message: Message) -> dict[str, Any]:
-    text = message.get(CALLS_IN_TEXT)
-    if text is None:
+    sampled = message.get(CALLS_IN_TEXT)
+    if sampled is None:
         return dict(message)
+    if not isinstance(sampled, Mapping) or sampled.get("digest") != _digest(message):
+        raise MessageError(
+            f"content or tool calls of an answer with {CALLS_IN_TEXT} were edited since it was "
+            f"sampled; remove {CALLS_IN_TEXT} from the message"
+        )
+    text = sampled.get("text")
     if not text:
         raise MessageError(
             "an answer has text behind its tool calls, in an order that the chat template cannot "
             "write; use the row's token ids (data.use_tokens), or drop the row"
         )
-    if not all(_occurs(part, text) for part in _leaves(message)):
-        raise MessageError(
-            f"{CALLS_IN_TEXT} is not the text of an answer's content and tool calls, which were "
-            f"edited; remove {CALLS_IN_TEXT} from the message"
-        )
     rest = {k: v for k, v in message.items() if k not in ("tool_calls", CALLS_IN_TEXT)}
     return {**rest, "content": text}
 
 
-def _leaves(message: Message) -> Iterator[str]:
-    """Yield the content of an answer, and the names and values of its calls."""
-    yield message["content"]
-    values: list[Any] = [call["function"] for call in message.get("tool_calls", ())]
-    while values:
-        value = values.pop()
-        if isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, list | tuple):
-            values += value
-        elif isinstance(value, str):
-            yield value
+def _digest(message: Message) -> str:
+    """Return a digest of the content of an answer and of the names and arguments of its calls."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [[function["name"], _plain(function["arguments"])] for function in functions]
+    text = json.dumps([message["content"], calls], sort_keys=True)
+    return sha256(text.encode()).hexdigest()[:16]
 
 
-def _occurs(part: str, text: str) -> bool:
-    """Return whether the ASCII letters and digits of ``part`` occur in ``text``, in order. Parsing
-    changes white space and escapes."""
-    characters = iter(text)
-    return all(c in characters for c in part if c.isascii() and c.isalnum())
+def _plain(value: Any) -> Any:
+    """Return a value of JSON as every type of file keeps it: Parquet adds keys without a value, and
+    other languages write 1.0 as 1."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def with_cut_end(messages: Sequence[Message]) -> list[dict[str, Any]]:

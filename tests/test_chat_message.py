@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from burnish.chat_message import (
     MessageError,
     arguments_of,
+    calls_in_text,
     canonical,
     is_blank,
     text_of,
@@ -195,17 +196,30 @@ def test_an_error_names_the_message() -> None:
         as_messages([USER, {"role": "user", "content": [{"type": "image_url"}]}])
 
 
+CALL = {"function": {"name": "f", "arguments": {"x": "h\u00e9\n", "n": 1}}}
+OTHER = {"function": {"name": "f", "arguments": {"x": "h\u00e9\n", "n": 100}}}
+LATER = {"function": {"name": "f", "arguments": {"n": 1.0, "x": "h\u00e9\n", "y": None}}}
+
+
 @pytest.mark.parametrize(
     "edit",
-    [{"content": "a c"}, {"tool_calls": [{"function": {"name": "f", "arguments": {"x": "w"}}}]}],
+    [
+        {"content": "a c"},
+        {"content": ""},
+        {"content": "a \u0431"},
+        {"tool_calls": []},
+        {"tool_calls": [OTHER]},
+        {"tool_calls": [CALL, CALL]},
+    ],
 )
 def test_an_edited_answer_is_not_rendered_as_it_was_sampled(edit: dict[str, Any]) -> None:
-    call = {"function": {"name": "f", "arguments": {"x": "h\u00e9\n"}}}
-    text = 'a <t>{"name":"f","arguments":{"x":"h\\u00e9\\n"}}</t> b'
-    message = {"role": "assistant", "content": "a b", "tool_calls": [call]}
-    message["content_with_calls"] = text
-    assert with_calls_in_text([message]) == [{"role": "assistant", "content": text}]
-    with pytest.raises(MessageError, match="edited; remove content_with_calls"):
+    text = 'a <t>{"name":"f","arguments":{"x":"h\\u00e9\\n","n":1}}</t> b'
+    message = {"role": "assistant", "content": "a b", "tool_calls": [CALL]}
+    message["content_with_calls"] = calls_in_text(message, text)
+    for calls in ([CALL], [LATER]):  # as files of other types have it
+        rendered = with_calls_in_text([message | {"tool_calls": calls}])
+        assert rendered == [{"role": "assistant", "content": text}]
+    with pytest.raises(MessageError, match="edited since"):
         with_calls_in_text([message | edit])
 
 

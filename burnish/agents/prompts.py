@@ -1,5 +1,5 @@
-"""Prompts of the calls of one episode: a call that continues a recorded one extends its tokens,
-every other call is rendered.
+"""Prompts of the calls of one episode: a call that continues a recorded one extends its tokens, or
+renders its messages (``history: template``); every other call is rendered as the client sent it.
 
 Clients send the entire conversation with every call, and many change it on the way: they drop
 reasoning, rename the ids of calls, write arguments in another order or numbers as JavaScript does,
@@ -251,29 +251,27 @@ class Prompts:
     ) -> CallPrompt:
         """Return the prompt of a conversation. Raises RendererError."""
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
-        if renderer.history == "template":
-            return CallPrompt(
-                await in_renderer(renderer.render, messages, tools, max_tokens=self._max_tokens),
-                messages,
-            )
         digests = await in_renderer(digests_of, messages, tools)
-        continued = self._history.find(messages, digests)
-        if continued is None:
-            ids = await in_renderer(renderer.render, messages, tools, max_tokens=self._max_tokens)
-            return CallPrompt(ids, messages, digest=digests[-1], thoughts=thoughts_of(messages))
-        parent, num_known = continued
-        before, sampled = parent.prompt.ids, parent.completion.token_ids
-        ids = await in_renderer(
-            renderer.bridge,
-            before,
-            sampled,
-            messages[num_known:],
-            tools,
-            ended=parent.completion.finish_reason == "stop",
-            max_tokens=self._max_tokens,
-        )
-        thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))
-        read = (*parent.prompt.messages, parent.parsed.message, *messages[num_known:])
+        parent, num_known = self._history.find(messages, digests) or (None, 0)
+        thoughts = thoughts_of(messages)
+        new = read = messages
+        if parent is not None:
+            recorded = (*parent.prompt.messages, parent.parsed.message)
+            new = _with_recorded_ids(messages[num_known:], messages[:num_known], recorded)
+            read = (*recorded, *new)
+            thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))
+        if parent is None or renderer.history == "template":
+            ids = await in_renderer(renderer.render, read, tools, max_tokens=self._max_tokens)
+        else:
+            ids = await in_renderer(
+                renderer.bridge,
+                parent.prompt.ids,
+                parent.completion.token_ids,
+                new,
+                tools,
+                ended=parent.completion.finish_reason == "stop",
+                max_tokens=self._max_tokens,
+            )
         return CallPrompt(ids, read, parent, num_known, digests[-1], thoughts)
 
     async def _ids_prompt(self, token_ids: tuple[int, ...]) -> CallPrompt:
@@ -307,6 +305,28 @@ class Prompts:
             renderer.encode, text[len(prefix) :], after=before[-1:], max_tokens=self._max_tokens
         )
         return _continued(parent, before + more, str(_text_behind(parent, text)), text)
+
+
+def _with_recorded_ids(
+    new: Sequence[Message], known: Sequence[Message], recorded: Sequence[Message]
+) -> tuple[Message, ...]:
+    """Return new messages whose results have the ids of the recorded calls. ``known``: the messages
+    before, as the client sent them, which may have other ids; ``recorded``: the same, recorded."""
+    calls = [
+        (sent["id"], call["id"])
+        for message, answer in zip(known, recorded, strict=True)
+        for sent, call in zip(
+            message.get("tool_calls") or (), answer.get("tool_calls") or (), strict=True
+        )
+        if "id" in sent
+    ]
+    ids = dict(calls)
+    return tuple(
+        {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        if message.get("tool_call_id") in ids
+        else message
+        for message in new
+    )
 
 
 def _text_behind(call: RecordedCall, text: str) -> str | None:

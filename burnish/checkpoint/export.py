@@ -520,6 +520,7 @@ def _save_adapter(
     assert config.lora is not None
     settings = peft_config(config.lora, network)
     settings.base_model_name_or_path = config.path
+    settings.revision = config.revision
     settings.inference_mode = True
     settings.save_pretrained(str(target))
     state = adapter_tensors(network)

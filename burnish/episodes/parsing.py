@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from burnish.chat_message import CALLS_IN_TEXT, Message
+from burnish.chat_message import CALLS_IN_TEXT, Message, calls_in_text
 from burnish.episodes.formats import ToolFormat
 from burnish.episodes.streaming import REASONING, MessageText, without_long_spaces
 from burnish.episodes.tool_calls import MAX_CALLS, CallReader, read_call, repeated_key
@@ -41,7 +41,7 @@ class ParsedMessage:
     message: Message
     """``role``, ``content``, and if present ``reasoning_content`` and ``tool_calls``. A call is
     ``{"id", "type": "function", "function": {"name", "arguments": {...}}}``. If content follows the
-    first call, ``content_with_calls`` is the text in its order."""
+    first call, ``content_with_calls`` has the text in its order."""
     problem: str | None
     """Description of malformed tool calls, addressed to the policy; None if there are none."""
     stop: str | None = None
@@ -145,7 +145,8 @@ class ResponseParser:
             message[CALLS] = reader.calls
             head = _message(self._fields(text[: spans[0].begin], with_calls=False))
             if message["content"] != head["content"]:
-                message[CALLS_IN_TEXT] = "" if self._has_channels else self._with_calls(text)
+                sampled = "" if self._has_channels else self._with_calls(text)
+                message[CALLS_IN_TEXT] = calls_in_text(message, sampled)
         problems = reader.problems or list(self._unread(message["content"], text, regions))
         problem = self._with_example("; ".join(problems)) if problems else None
         return ParsedMessage(message, problem)

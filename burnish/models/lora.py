@@ -203,10 +203,13 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def adapter_base(folder: Path) -> str | None:
-    """Return the base model that an adapter folder names, or None."""
+def adapter_base(folder: Path) -> tuple[str | None, str | None]:
+    """Return (the base model that an adapter folder names, its hub revision); None where it names
+    none."""
     adapter_config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return adapter_config.get("base_model_name_or_path") or None
+    names = ("base_model_name_or_path", "revision")
+    base, revision = (adapter_config.get(name) or None for name in names)
+    return base, revision
 
 
 def adapted_ends(model: PreTrainedModel) -> list[str]:

@@ -17,7 +17,7 @@ _QUANTIZED = ("-bnb-4bit", "-unsloth")
 
 def other_base(config: ModelConfig) -> str | None:
     """Return the base that the adapter of ``config`` names if it is clearly not ``config.path``:
-    another folder with other weights, or another name.
+    another folder with other weights, another name, or another revision of it on the hub.
 
     Names are equal if the last part of one is a part of the other's path, so that copies of a hub
     model in a folder of its name are the same. None: the same, or nothing is known.
@@ -25,13 +25,17 @@ def other_base(config: ModelConfig) -> str | None:
     adapter = None if config.lora is None else config.lora.path
     if adapter is None or not (Path(adapter) / ADAPTER_CONFIG).is_file():
         return None
-    base = adapter_base(Path(adapter))
+    base, revision = adapter_base(Path(adapter))
     if not isinstance(base, str) or config.path is None or config.gguf_file is not None:
         return None
     if Path(base).is_dir() and Path(config.path).is_dir():
         return None if _same_folders(config.path, base) else base
     ours, theirs = _parts(config.path), _parts(base)
-    return None if ours[-1] in theirs or theirs[-1] in ours else base
+    if ours[-1] not in theirs and theirs[-1] not in ours:
+        return base
+    has_revision = isinstance(revision, str) and not Path(config.path).is_dir()
+    is_same = not has_revision or revision == (config.revision or "main")
+    return None if is_same else f"{base} at revision {revision}"
 
 
 def _same_folders(path: str, base: str) -> bool:

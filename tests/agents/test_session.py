@@ -17,10 +17,13 @@ from agent_session import (
     call,
     check_rows,
     session,
+    tool_call,
     user,
     wait_for,
     words,
 )
+from chat_families import chat_tokenizer
+from chat_templates import trl_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.calls import CallError, ModelReply
@@ -333,6 +336,47 @@ def test_stop_strings_are_not_part_of_the_message_but_of_the_tokens() -> None:
         check_rows(result, engine)
 
     run(scenario, answer)
+
+
+THOUGHT = "<think>\nI add.\n</think>\n\n" + tool_call("add", a=1)
+RENDERERS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "ids in the prompt": (
+        lambda: chat_tokenizer("mistral"),
+        "keep",
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "aaaaaaaaa"}]',
+    ),
+    "kept reasoning": (lambda: trl_tokenizer("qwen3"), "keep", THOUGHT),
+    "the template's reasoning": (lambda: trl_tokenizer("qwen3"), "template", THOUGHT),
+}
+
+
+@pytest.mark.parametrize("kind", RENDERERS)
+def test_renamed_calls_and_dropped_reasoning_do_not_change_a_prompt(kind: str) -> None:
+    """Prompts and record are those of a client that returns every message as it is."""
+    make, history, first = RENDERERS[kind]
+    tokenizer = make()
+
+    def answer(request: Request) -> Sequence[int]:
+        text = first if len(request.prompt_ids) == asked[0] else "2"
+        return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    def client(name: str | None) -> Any:
+        async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> Any:
+            message = await ask(backend, user("Go."), tools=(TOOL,))
+            (sampled,) = message["tool_calls"]
+            identity = sampled["id"] if name is None else name
+            if name is not None:
+                message = {"role": "assistant", "tool_calls": [{**sampled, "id": name}]}
+            shown = {"role": "tool", "tool_call_id": identity, "name": "add", "content": "2"}
+            await ask(backend, user("Go."), message, shown, tools=(TOOL,))
+            result = backend.result({})
+            check_rows(result, engine)
+            return [list(r.prompt_ids) for r, _ in engine.log], result.record.messages
+
+        return run(scenario, answer, tokenizer=tokenizer, history=history, turn_tokens=200)
+
+    asked = [len(ChatRenderer(tokenizer, history=history).render([user("Go.")], [TOOL]))]
+    assert client("call_1") == client(None)
 
 
 def test_a_returned_reasoning_and_a_name_choose_the_turn() -> None:

@@ -198,6 +198,7 @@ def test_a_merged_adapter_is_a_plain_model(
 def test_an_adapter_alone_loads_with_peft_on_its_base(
     base: ModelConfig, make_engine: MakeEngine, ragged_batch: Batch, nll: Loss, tmp_path: Path
 ) -> None:
+    base = base.model_copy(update={"revision": "v1"})  # (which a folder does not have)
     engine = with_adapter(base, make_engine, ragged_batch, nll)
     source = checkpoint(tmp_path / "c", policy=engine)
     folder = export(source, tmp_path / "out", lora="adapter")
@@ -206,6 +207,7 @@ def test_an_adapter_alone_loads_with_peft_on_its_base(
     assert not any(name.startswith("model") for name in names)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == base.path and settings["r"] == 4
+    assert settings["revision"] == base.revision
     original = AutoModelForCausalLM.from_pretrained(base.path)
     before = logits(original)
     model = PeftModel.from_pretrained(original, folder).eval()

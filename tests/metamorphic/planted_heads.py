@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 import burnish.checkpoint.export as export_module
+import burnish.models.tied_ends as tied_ends
+import burnish.models.value_head as value_head
 import burnish.special_tokens as special
 
 Patch = pytest.MonkeyPatch
@@ -35,7 +37,19 @@ def heads_are_exported_rounded(patch: Patch) -> None:
     patch.setattr(export_module, "_weights", rounded)
 
 
+def ends_that_the_config_ties_are_equal(patch: Patch) -> None:
+    """The stored ends of a model whose config ties them are not compared."""
+    patch.setattr(tied_ends, "_equal", lambda *_: True)
+
+
+def tensors_that_are_not_read_are_ignored(patch: Patch) -> None:
+    """A folder's tensors outside of its body are not looked at."""
+    patch.setattr(value_head, "_check_no_head", lambda *_: None)
+
+
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "trained_end_is_a_stop": (only_named_tokens_end_a_turn, tuple(range(24))),
+    "ends_of_a_folder": (ends_that_the_config_ties_are_equal, tuple(range(30))),
+    "heads_of_other_forms": (tensors_that_are_not_read_are_ignored, (0, 1)),
     "exported_reward_model": (heads_are_exported_rounded, (0, 1, 2, 3)),
 }

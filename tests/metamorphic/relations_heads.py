@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import torch
-from metamorphic.base import Broken, Draw, Refused, close, relation
-from metamorphic.draw_models import Model, model_of
+from metamorphic.base import Broken, Draw, Refused, close, equal, relation
+from metamorphic.draw_models import (
+    TOLERANCE,
+    Model,
+    Settings,
+    batch_of,
+    engine_of,
+    model_of,
+    row_logprobs,
+    weighted_loss,
+)
 from metamorphic.draw_text import conversation_of, tokenizer_of
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from burnish.checkpoint.export import export
 from burnish.checkpoint.save import CheckpointStore
@@ -16,6 +31,7 @@ from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.data.chat import encode_conversation
 from burnish.models.end_tokens import add_end_tokens, configured_end_tokens
+from burnish.models.load import ModelError, load_causal_lm
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.model.reward import load_reward_engine, score_rows
 from burnish.rollout.base import Sampling
@@ -91,6 +107,87 @@ def exported_reward_model(draw: Draw) -> None:
         )
     tolerance = (1e-4 if lora else 1e-5) * max(1.0, float(wanted.abs().max()))
     close(found, wanted, tolerance, "scores")
+
+
+@relation
+def ends_of_a_folder(draw: Draw) -> None:
+    """A folder with one end of the model (embedding, output projection), or both, equal or not, is
+    read, trained and exported as transformers reads it, whatever its config says of them. An engine
+    that reads shards has the same parameters.
+
+    1e-4: see TOLERANCE."""
+    model = model_of(draw)
+    pairs = dict(type(model.reference)._tied_weights_keys or {})
+    if not pairs:
+        raise Refused("the family has no ends that can be tied")
+    head, embedding = next(iter(pairs.items()))
+    tied = draw.one(tied=[True, False])
+    stored = load_file(model.folder / "model.safetensors")
+    if embedding not in stored:
+        raise Refused("the family's files have other names")
+    ends = draw.one(ends=["one", "equal", "different"])
+    stored.pop(head, None)
+    if ends != "one":
+        table = stored[embedding]
+        stored[head] = table.clone() if ends == "equal" else 0.02 * torch.randn_like(table)
+    save_file(stored, model.folder / "model.safetensors", metadata={"format": "pt"})
+    path = model.folder / "config.json"
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part["tie_word_embeddings"] = tied
+    path.write_text(json.dumps(config))
+    batch, loss = weighted_loss(batch_of(draw, model, groups=2))
+    engine = engine_of(model, Settings())
+    plain = _transformers(model.folder)
+    wanted = {name for name, _ in plain.named_parameters()}
+    equal({name for name, _ in engine.model.named_parameters()}, wanted, "parameters")
+    shards = load_causal_lm(model.config, empty=True)
+    equal({name for name, _ in shards.named_parameters()}, wanted, "parameters of shards")
+    with torch.no_grad():
+        close(engine.logprobs(batch), row_logprobs(plain, batch), TOLERANCE, "log-probs")
+    engine.forward_backward(batch, loss)
+    engine.optim_step()
+    store = CheckpointStore(draw.folder / "checkpoints", keep_last=1, best_mode="max")
+    saved = store.save(1, lambda folder: engine.save(folder / "policy"))
+    trained = _transformers(export(saved, draw.folder / "export"))
+    with torch.no_grad():
+        found = row_logprobs(trained, batch)
+    close(found, engine.logprobs(batch), TOLERANCE, "log-probs of the export")
+
+
+def _transformers(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+HEADS = ("score.weight", "v_head.summary.weight", "value_head.weight", "classifier.weight")
+
+
+@relation
+def heads_of_other_forms(draw: Draw) -> None:
+    """A folder with a trained head that is not read becomes no reward model with a new head, and if
+    its config names another kind than a language model, no policy."""
+    model = model_of(draw)
+    stored = load_file(model.folder / "model.safetensors")
+    name = draw.one(head=HEADS)
+    stored[name] = torch.randn(1, stored[next(iter(stored))].shape[-1])
+    save_file(stored, model.folder / "model.safetensors", metadata={"format": "pt"})
+    path = model.folder / "config.json"
+    config = json.loads(path.read_text())
+    loads: dict[str, Callable[[], Any]] = {
+        "a body for a new head": lambda: load_scalar_model(model.config, new_head="random")
+    }
+    if kind := draw.one(kind=["LlamaRewardModel", "XForTokenClassification", None]):
+        config["architectures"] = [kind]
+        path.write_text(json.dumps(config))
+        loads["a policy"] = lambda: load_causal_lm(model.config)
+    for use, load in loads.items():
+        try:
+            load()
+        except ModelError as error:
+            draw.note(error=str(error))
+        else:
+            raise Broken(f"{name} is dropped: the folder is read as {use}")
 
 
 def _rows(draw: Draw, model: Model) -> list[list[int]]:

@@ -388,6 +388,22 @@ FRAMES: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("the answer is", lambda s: f"The final answer is ${s}$."),
     ("answer tag", lambda s: f"<answer>{s}</answer>"),
 )
+SENTENCES: tuple[tuple[str, Callable[[str], str]], ...] = (
+    ("German", lambda s: f"Die Antwort ist {s}."),
+    ("French", lambda s: f"La réponse finale est {s}."),
+    ("Spanish", lambda s: f"La respuesta correcta es {s}."),
+    ("Portuguese", lambda s: f"A resposta é {s}."),
+    ("Italian", lambda s: f"La risposta è {s}."),
+    ("Russian", lambda s: f"Ответ: {s}."),
+    ("Vietnamese", lambda s: f"Đáp án đúng là {s}."),
+    ("Chinese", lambda s: f"所以答案是{s}。"),
+    ("Japanese", lambda s: f"答えは{s}です。"),
+    ("Korean", lambda s: f"정답은 {s}입니다."),
+    ("Thai", lambda s: f"คำตอบคือ {s}"),
+)
+"""Sentences with the answer in other languages than English. What is no number or choice is not
+read in them, unless it stands in a formula."""
+NUMBERS_AND_CHOICES = ("integer", "negative", "decimal", "fraction", "letter", "thousands")
 UNMARKED: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("Chinese", lambda s: f"所以，结果是{s}。"),
     ("Chinese with a unit", lambda s: f"一共{s}元"),
@@ -433,6 +449,10 @@ def math_surroundings(draw: Draw) -> None:
             name, frame = draw.rng.choice(UNMARKED)
             change = str
             before = "" if "boxed{777}" in before else before  # which is a mark
+        elif draw.facts["kind"] in NUMBERS_AND_CHOICES and draw.rng.random() < 0.4:
+            name, frame = draw.rng.choice(SENTENCES)
+            change = str
+            before = "" if "boxed{777}" in before else before
         text = before + frame(change(form)) + draw.rng.choice(AFTER)
         items.append(_item(label, text))
         wanted.append(float(good))

@@ -491,6 +491,21 @@ def test_another_base_than_that_of_an_adapter_is_a_warning(
         assert differs == any("names the base" in r.getMessage() for r in caplog.records)
 
 
+@pytest.mark.parametrize(
+    ("revision", "named", "differs"),
+    [(None, None, False), ("v1", None, False), ("v1", "v1", False), (None, "main", False)]
+    + [("v1", "v2", True), (None, "v1", True)],
+)
+def test_another_revision_than_that_of_an_adapter_is_another_base(
+    revision: str | None, named: str | None, differs: bool, tmp_path: Path
+) -> None:
+    text = json.dumps({"base_model_name_or_path": "hub/name", "revision": named})
+    (tmp_path / "adapter_config.json").write_text(text)
+    model = {"path": "hub/name", "revision": revision, "lora": {"path": str(tmp_path)}}
+    found = other_base(ModelConfig.model_validate(model))
+    assert found == (f"hub/name at revision {named}" if differs else None)
+
+
 @pytest.mark.parametrize("end", ["<|system|>", "<|eot|>"])
 def test_the_end_of_turn_is_read_from_the_template(end: str) -> None:
     """A token with a name, and an added one."""

@@ -67,13 +67,19 @@ def tool_call(name: str, **arguments: Any) -> str:
 
 
 @asynccontextmanager
-async def session(answer: Answer = words, **changes: Any) -> AsyncIterator[Session]:
-    engine = ScriptedEngine(answer, TOKENIZER)
+async def session(
+    answer: Answer = words, *, tokenizer: Any = TOKENIZER, history: Any = None, **changes: Any
+) -> AsyncIterator[Session]:
+    engine = ScriptedEngine(answer, tokenizer)
+    is_usual = tokenizer is TOKENIZER
+    renderer = RENDERER if is_usual else ChatRenderer(tokenizer, history=history)
     turn_tokens = changes.pop("turn_tokens", 40)
     limits = {"max_turns": 50, "max_tokens": 4000, "step_timeout_s": 9, "timeout_s": 9, **changes}
     service = RolloutService(engine)
     with ThreadPoolExecutor(1) as rendering:
-        policy = Policy(service, RENDERER, Sampling(turn_tokens, stop_token_ids=(END,)), rendering)
+        end = END if is_usual else tokenizer.eos_token_id
+        sampling = Sampling(turn_tokens, stop_token_ids=(end,))
+        policy = Policy(service, renderer, sampling, rendering)
         made = TrainingSession(Task("t/0", {}, 0, sampling_seed=5), policy, EpisodeLimits(**limits))
         try:
             yield made, engine

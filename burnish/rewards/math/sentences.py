@@ -38,8 +38,9 @@ _DENIES = Pattern(
     r"不|非(?!常)|[错錯誤误除另假違]|[以之]外|以[上下内]|未[满満]|より|이상|이하|미만|초과|보다|ない|なく|ません|아니|아닙|제외|틀|ไม่|ผิด|ยกเว้น"
 )
 """Words behind a value that deny it, or name others (more, fewer, all but it)."""
+_CHOICE = r"(?:\\(?:text|math)(?:bf|rm)?\{)?\(?[A-J]\)?\}?"
 _VALUES = (
-    Form(r"\(?[A-J]\)?(?:[\s,、和]{0,3}\(?[A-J]\)?){0,9}"),  # choices
+    Form(rf"{_CHOICE}(?:[\s,、和]{{0,3}}{_CHOICE}){{0,9}}"),
     Form(r"(?!非)[^\W\d_a-zA-Z]{1,20}"),  # one word of another script
     Form(r"[\[({].{0,80}[\])}]"),  # a set, an interval, a point
 )
@@ -88,5 +89,7 @@ def _behind(text: str, mark: Match) -> str:
         rest = _WORDS_BEHIND.search(value)
         if rest is not None and not _SCALES.search(rest["words"]):  # not "3 thousand"
             value = _WORDS_BEHIND.sub("", value).strip()
-    is_value = read_quantity(value) or any(form.fullmatch(value) for form in _VALUES)
-    return value if is_value else ""
+    if read_quantity(value):
+        return value
+    plain = value.strip("*_$")
+    return plain if any(form.fullmatch(plain) for form in _VALUES) else ""

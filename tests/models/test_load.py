@@ -493,8 +493,10 @@ def test_another_base_than_that_of_an_adapter_is_a_warning(
 
 @pytest.mark.parametrize(
     ("revision", "named", "differs"),
-    [(None, None, False), ("v1", None, False), ("v1", "v1", False), (None, "main", False)]
-    + [("v1", "v2", True), (None, "v1", True)],
+    [
+        *((None, None, False), ("v1", None, False), ("v1", "v1", False), (None, "main", False)),
+        *(("v1", "v2", True), (None, "v1", True)),
+    ],
 )
 def test_another_revision_than_that_of_an_adapter_is_another_base(
     revision: str | None, named: str | None, differs: bool, tmp_path: Path

@@ -46,7 +46,10 @@ from burnish.chat_message import text_of
 
 _TEXT = {"text": "text"}
 _ROLES = ("user", "assistant", "system")
+_THREAD = "thread"
 _PARAMETERS = {
+    _THREAD: Parameter("conversations are not stored; send all messages in every request"),
+    "compaction": Parameter("the server summarizes no conversation"),
     "mcp_servers": Parameter("the server connects to no other servers; use `tools`", ([],)),
     "container": Parameter("the server has no code execution"),
     "prefill": Parameter("a response cannot be begun by the client"),
@@ -108,7 +111,11 @@ class Messages:
     def error(self, error: CallError) -> dict[str, Any]:
         by_status = _ERROR_TYPES_OF_STATUS.get(error.status)
         kind = by_status or _ERROR_TYPES.get(error.kind, error.kind)
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        wrong: dict[str, Any] = {"type": kind, "message": error.message}
+        if error.param == _THREAD:  # a client of the SDK then goes on without a thread
+            code = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
+            wrong["details"] = code
+        return {"type": "error", "error": wrong}
 
     def error_event(self, error: CallError) -> str:
         return event(self.error(error), "error")

@@ -269,6 +269,7 @@ class Prompts:
                 parent.completion.token_ids,
                 new,
                 tools,
+                earlier=parent.prompt.messages,
                 ended=parent.completion.finish_reason == "stop",
                 max_tokens=self._max_tokens,
             )

@@ -21,17 +21,17 @@ _SPLIT = 2**32 - 3
 
 
 class PartOfRows:
-    """Some rows of a source, in the order of the source."""
+    """Some rows of a source, in the order of the source. ``whole``: the source."""
 
     def __init__(self, source: Source, rows: np.ndarray) -> None:
         self.name = source.name
-        self._source, self._rows = source, rows
+        self.whole, self._rows = source, rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> Row:
-        return self._source[int(self._rows[i])]
+        return self.whole[int(self._rows[i])]
 
 
 def part_of(sources: Sequence[Source], config: DataConfig) -> list[Source]:

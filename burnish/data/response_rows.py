@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.data.chat import check_tokenizer
 from burnish.data.config import DataConfig
+from burnish.data.held_out import PartOfRows
 from burnish.data.rows import (
     EncodedRow,
     Exchange,
@@ -37,7 +38,8 @@ class RepeatedPrompts:
     (hh-rlhf). The prompt would occur twice in the encoded text.
 
     A single row is not enough evidence, because an answer may begin with the words of a short
-    prompt. A source counts only if all of its first 100 rows repeat the prompt."""
+    prompt. A source counts only if all of its first 100 rows repeat the prompt, of which some may
+    be held out: both parts are read alike."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class RepeatedPrompts:
         return replace(exchange, response=response.removeprefix(prompt))
 
     def _all_repeat(self, source: Source) -> bool:
+        source = source.whole if isinstance(source, PartOfRows) else source
         config, num, repeats = self._config, num_first(source, _LOOKED_AT), 0
         for i in range(num):
             try:

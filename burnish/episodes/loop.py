@@ -302,17 +302,19 @@ class _EpisodeState:
         self, prompt: Ids, completion: Completion, messages: Sequence[Message]
     ) -> Ids:
         renderer = self.policy.renderer
+        earlier = list(self.start)
+        for turn in self.turns[:-1]:
+            earlier += [turn.message, *turn.answer]
         if renderer.history == "template":
-            conversation = list(self.start)
-            for turn in self.turns:
-                conversation += [turn.message, *turn.answer]
-            return await self._render(conversation)
+            last = self.turns[-1]
+            return await self._render([*earlier, last.message, *last.answer])
         return await self.policy.in_renderer(
             renderer.bridge,
             prompt,
             completion.token_ids,
             messages,
             self.tools,
+            earlier=earlier,
             ended=completion.finish_reason == "stop",
         )
 

@@ -256,12 +256,14 @@ class ChatRenderer(TextCodec):
         new_messages: Sequence[Message],
         tools: Tools = (),
         *,
+        earlier: Sequence[Message] = (),
         ended: bool = False,
         max_tokens: int | None = None,
     ) -> Ids:
         """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the rest of the closing tokens,
-        and the ids of ``new_messages`` with the generation prompt. ``ended``: as in :meth:`parse`.
-        ``max_tokens``: more are of no use.
+        and the ids of ``new_messages`` with the generation prompt. ``earlier``: the messages of
+        ``prompt_ids``, behind which the template writes the new ones. ``ended``: as in
+        :meth:`parse`. ``max_tokens``: more are of no use.
 
         If ``sampled_ids`` was cut by the length limit, the closing tokens are part of what is
         appended. Tool results without ``tool_call_id`` or ``name`` get those of the calls in
@@ -280,7 +282,9 @@ class ChatRenderer(TextCodec):
             answer = partial(self.parse, sampled_ids, tools, prompt_ids=prompt_ids, ended=ended)
             new = _identified(new_messages, answer)
             marked, marks = self._template.marked(new, tools, follow=True)
-            continuation = self._template.continuation(marked, tools)
+            continuation = self._template.continuation(
+                marked, tools, earlier=as_rendered(as_messages(list(earlier))) if earlier else ()
+            )
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
         _check_length(len(continuation.rest), max_tokens)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re  # house: ok it escapes special tokens
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -141,8 +142,14 @@ class ChatTemplate:
             today=self._today,
         )
 
-    def continuation(self, new: Sequence[Message], tools: Tools) -> Continuation:
+    def continuation(
+        self, new: Sequence[Message], tools: Tools, *, earlier: Sequence[Message] = ()
+    ) -> Continuation:
         """Return the text that the template writes between a turn and the answer to ``new``.
+
+        ``earlier``: the conversation that the turn answers. Templates look for words in it (a
+        system message with "/no_think" closes the reasoning of all answers). If it is empty, or the
+        template rejects it, a question takes its place.
 
         Raises RendererError if the placeholder answer is not in the rendering or a new message is
         rendered before it, DataError if the template rejects the messages.
@@ -155,7 +162,7 @@ class ChatTemplate:
         check_rendering(self._tokenizer, conversation, refused=REFUSED_IN_EPISODES)
         for answer in (with_call, {**with_call, "content": mark}) if results else (with_call,):
             head = self.text([user("Go."), answer], tools, generate=False)
-            full = self.text([user("Go."), answer, *new], tools, generate=True)
+            full = self._followed(earlier, answer, new, tools, mark=mark)
             if answer is with_call and 0 < head.count(mark) < len(results):
                 raise RendererError(
                     f"the chat template renders {head.count(mark)} of the {len(results)} tool "
@@ -171,6 +178,23 @@ class ChatTemplate:
             "is missing from the text), so a conversation cannot be extended. Set "
             "model.chat_template to one that renders all messages"
         )
+
+    def _followed(
+        self,
+        earlier: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        tools: Tools,
+        *,
+        mark: str,
+    ) -> str:
+        """Return the text of a conversation whose answer has the text ``mark``."""
+        if earlier:
+            with suppress(DataError):
+                full = self.text([*earlier, answer, *new], tools, generate=True)
+                if mark in full:
+                    return full
+        return self.text([user("Go."), answer, *new], tools, generate=True)
 
     def _check_places(
         self, answer: Message, mark: str, new: Sequence[Message], tools: Tools

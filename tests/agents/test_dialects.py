@@ -391,6 +391,29 @@ ERRORS = [
 ]
 
 
+def test_the_anthropic_tool_runner_goes_on_without_a_thread() -> None:
+    """Its second call of a thread would have the new messages alone."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Return the weather.
+
+        Args:
+            city: Name of a city.
+        """
+        return f"12 °C in {city}"
+
+    server = Server(TOOLS_REPLY, reply(text_choice("Cold.")))
+    runner = server.anthropic.beta.messages.tool_runner(
+        model="m",
+        max_tokens=99,
+        tools=[weather],
+        messages=[{"role": "user", "content": "Wetter?"}],
+    )
+    assert runner.until_done().content[0].text == "Cold."
+    assert [len(call.messages) for call in server.calls] == [1, 1 + 1 + len(RESULTS)]
+
+
 @pytest.mark.parametrize(("status", "kind", "name", "anthropic_type"), ERRORS)
 def test_the_clients_raise_their_exception_for_each_error(
     status: int, kind: Any, name: str, anthropic_type: str

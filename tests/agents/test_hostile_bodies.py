@@ -336,6 +336,7 @@ UNSUPPORTED = [
     ("/v1/completions", {"echo": True, "best_of": 2, "suffix": "x", "logprobs": 1}),
     ("/v1/responses", {"previous_response_id": "r", "background": True, "top_logprobs": 1}),
     ("/v1/messages", {"mcp_servers": [{}]}),
+    ("/v1/messages", {"thread": {"type": "create"}, "compaction": {"type": "summarize"}}),
 ]
 
 

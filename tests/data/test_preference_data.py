@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.chat import encode_prompt
+from burnish.data.held_out import held_out_rows
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.preferences.unpaired import load_unpaired
 from burnish.data.sources import DataError
@@ -218,6 +220,24 @@ def repeated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"prompt": row["prompt"]} | {k: row["prompt"] + row[k] for k in ("chosen", "rejected")}
         for row in rows
     ]
+
+
+def test_both_parts_of_a_source_repeat_their_prompts_or_none(chars: Tok, jsonl: Jsonl) -> None:
+    """Of 130 rows one, which is held out and among the first 100, does not repeat its prompt."""
+    chars.chat_template = None
+    rows = [{"prompt": f"{i}?", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(130)]
+    name = Path(jsonl(rows, "pairs.jsonl")).stem
+    odd = int(held_out_rows(name, len(rows), 5)[0])
+    mixed = [row if i == odd else repeated([row])[0] for i, row in enumerate(rows)]
+    path = jsonl(mixed, "pairs.jsonl")
+    for part in ("train", "held_out"):
+        shown = {
+            choice: load_batch(
+                config(path, held_out=5, part=part, repeated_prompt=choice), chars
+            ).tokens.tolist()
+            for choice in ("auto", "keep")
+        }
+        assert odd < 100 and shown["auto"] == shown["keep"], part
 
 
 def test_responses_that_repeat_their_prompt_have_it_once(

@@ -76,7 +76,21 @@ def every_marker_is_a_format(patch: Patch) -> None:
     patch.setattr(renderer, "reads_rendered_call", lambda *_: True)
 
 
+def new_messages_stand_behind_a_question(patch: Patch) -> None:
+    """What follows a turn is rendered behind a short question in place of the conversation."""
+    own = ChatTemplate._followed
+
+    def followed(self: Any, _: Any, *rest: Any, **options: Any) -> str:
+        return own(self, (), *rest, **options)
+
+    patch.setattr(ChatTemplate, "_followed", followed)
+
+
 PLANTED = {
+    "prompts_end_as_complete_renderings": (
+        new_messages_stand_behind_a_question,
+        tuple(range(12)),
+    ),
     "calls_in_any_order": (calls_are_in_the_order_of_their_end, tuple(range(12))),
     "episodes_in_a_checkpoint": (records_are_rebuilt_from_pairs, tuple(range(24))),
     "rows_of_agents_are_what_the_policy_read": (

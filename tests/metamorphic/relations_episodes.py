@@ -37,9 +37,17 @@ from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.selection import select
 from burnish.data.stream import RowRef
+from burnish.environments.multi_turn import Start, Step
 from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.results import ToolResultError, as_text
-from burnish.episodes.loop import EngineCall, EpisodeLimits, EpisodeResult, Policy, Task
+from burnish.episodes.loop import (
+    EngineCall,
+    EpisodeLimits,
+    EpisodeResult,
+    Policy,
+    Task,
+    run_episode,
+)
 from burnish.episodes.probing import TOOLS, call
 from burnish.episodes.renderer import ChatRenderer, RendererError
 from burnish.episodes.runner import FAILED, EpisodeRunner, episode_sample
@@ -604,6 +612,100 @@ def new_messages_are_in_the_next_prompt(draw: Draw) -> None:
     equal([text for text in texts if text in appended], texts, "texts of the new messages")
     places = [appended.index(text) for text in texts]
     equal(sorted(places), places, "order of the new messages")
+
+
+_BY = {
+    "nothing": "false",
+    "a word of the system": "messages[0].role == 'system' and '/brief' in messages[0].content",
+    "a word of any user": "'/brief' in (messages | selectattr('role', 'equalto', 'user') | "
+    "map(attribute='content') | join)",
+    "the number of answers": "messages | selectattr('role', 'equalto', 'assistant') | list | "
+    "length > 1",
+}
+"""What a template may look for in a conversation."""
+
+
+@dataclass
+class _Questions:
+    """An environment, and its only episode, that asks one question after another."""
+
+    start: Start
+    questions: deque[str]
+
+    async def open(self, *_: Any, **__: Any) -> _Questions:
+        return self
+
+    async def step(self, *_: Any, **__: Any) -> Step:
+        if not self.questions:
+            return Step(done=True)
+        return Step([{"role": "user", "content": self.questions.popleft()}])
+
+    async def close(self) -> None:
+        pass
+
+
+@relation
+def prompts_end_as_complete_renderings(draw: Draw) -> None:
+    """What follows an answer in a prompt is what follows it if the conversation is rendered at
+    once, also if the template writes how an answer begins by what it finds in earlier messages.
+    Environments and agents. Exact."""
+    from chat_families import chat_tokenizer
+    from scripted_engine import ScriptedEngine
+
+    tokenizer = chat_tokenizer("chatml")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    begins = "<|im_start|>assistant\n{% if " + _BY[draw.one(by=list(_BY))] + " %}Brief: {% endif %}"
+    template = tokenizer.chat_template
+    head, mark, tail = template.rpartition("<|im_start|>assistant\n")
+    tokenizer.chat_template = head + begins + tail
+    if not mark or ChatRenderer(tokenizer, history="keep").rejected:
+        raise Broken("the template is refused")
+    words = ["Go.", "Go. /brief", "And?", "Why /brief"]
+    system = [{"role": "system", "content": draw.rng.choice(words)}] * draw.rng.randint(0, 1)
+    questions = draw.rng.choices(words, k=4)
+    draw.note(system=system, questions=questions)
+    start = [*system, {"role": "user", "content": questions[0]}]
+
+    def answer(request: Request) -> Sequence[int]:
+        return [*tokenizer("So.", add_special_tokens=False)["input_ids"], end]
+
+    engine = ScriptedEngine(answer, tokenizer)
+
+    async def episode(policy: Policy, limits: EpisodeLimits) -> None:
+        task = Task("t/0", {}, 0, sampling_seed=1)
+        if draw.one(program=["environment", "agent"]) == "environment":
+            asks: Any = _Questions(Start(start), deque(questions[1:]))
+            await run_episode(task, policy, asks, limits)
+            return
+        session, messages = TrainingSession(task, policy, limits), list(start)
+        try:
+            for question in [*questions[1:], None]:
+                called = ModelCall("m", tuple(messages))
+                reply = await session.respond(called, digest=random.randbytes(8))
+                messages += [reply.choices[0].message, {"role": "user", "content": question or ""}]
+        finally:
+            await session.close()
+
+    async def inside() -> None:
+        service = RolloutService(engine)
+        with ThreadPoolExecutor(1) as rendering:
+            renderer = ChatRenderer(tokenizer, history="keep")
+            policy = Policy(service, renderer, Sampling(9, stop_token_ids=(end,)), rendering)
+            try:
+                await episode(policy, EpisodeLimits(max_turns=9, max_tokens=900, timeout_s=60))
+            finally:
+                service.close()
+
+    asyncio.run(inside())
+    said = {"role": "assistant", "content": "So."}
+    conversation = list(start)
+    for (request, _), question in zip(engine.log, [*questions[1:], ""], strict=True):
+        wanted = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+        text = tokenizer.decode(list(request.prompt_ids))
+        equal(text.rpartition("So.")[2], wanted.rpartition("So.")[2], "text behind the last answer")
+        conversation += [said, {"role": "user", "content": question}]
 
 
 _XML = "<parameter={{ k }}>\n{{ v }}\n</parameter>\n"

@@ -501,7 +501,8 @@ def test_another_base_than_that_of_an_adapter_is_a_warning(
 def test_another_revision_than_that_of_an_adapter_is_another_base(
     revision: str | None, named: str | None, differs: bool, tmp_path: Path
 ) -> None:
-    text = json.dumps({"base_model_name_or_path": "hub/name", "revision": named})
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    text = json.dumps(settings | {"base_model_name_or_path": "hub/name", "revision": named})
     (tmp_path / "adapter_config.json").write_text(text)
     model = {"path": "hub/name", "revision": revision, "lora": {"path": str(tmp_path)}}
     found = other_base(ModelConfig.model_validate(model))

@@ -113,6 +113,9 @@ def test_plain():
             ]
         ),
         (ADD, {"inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]], "fn_name": "f"}, 1),
+        (ADD, {"inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [[1, 2]]], "fn_name": "f"}, 1),
+        (ADD, {"inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [1, 2]], "fn_name": "f"}, 0.5),
+        (ADD, {"inputs": [[[1], [2]], [[3], []]], "outputs": [[1, 2], [3]], "fn_name": "f"}, 1),
         *(
             (f"def f(x):\n    return {result}",
              {"inputs": [[1]], "outputs": [output], "fn_name": "f"}, share)

@@ -14,7 +14,7 @@ Three kinds of processes, so that the code cannot forge a result:
   is a program with stdin and stdout, once per test.
 
 The judge reads one JSON object from stdin: ``{"nonce", "code", "tests", "test_s", "stop"}`` with
-``tests`` one of ``{"programs": [[stdin, stdout], ...]}``, ``{"calls": [[arguments, result], ...],
+``tests`` one of ``{"programs": [[stdin, stdout], ...]}``, ``{"calls": [[arguments, results], ...],
 "name": f}`` and ``{"source": text, "name": f or null}``. Each line that it writes begins with the
 nonce: ``{"count": n}``, then ``{"test": i, "why": null or text}`` for each test (null: passed), or
 ``{"bad_tests": text}``.
@@ -181,8 +181,8 @@ class Judge:
                     return
         elif "calls" in tests:
             self.say(count=len(tests["calls"]))
-            for arguments, wanted in tests["calls"]:
-                if not self.test(self.check_call, tests["name"], arguments, wanted):
+            for arguments, results in tests["calls"]:
+                if not self.test(self.check_call, tests["name"], arguments, results):
                     return
         else:
             SourceTests(self, tests["source"], tests["name"]).run()
@@ -255,8 +255,9 @@ class Judge:
         if lines_of(found.decode("utf-8", "replace")) != lines_of(wanted):
             raise AssertionError("wrong output")
 
-    def check_call(self, name: str, arguments: Sequence[Any], wanted: Any) -> None:
-        """Call the function ``name`` and compare its result as JSON, the form of the tests."""
+    def check_call(self, name: str, arguments: Sequence[Any], results: Sequence[Any]) -> None:
+        """Call the function ``name`` and compare its result with those that pass, as JSON, the form
+        of the tests."""
         function = self.names().get(name)
         if function is None and "Solution" in self.names():
             made = self.names()["Solution"]()
@@ -264,7 +265,7 @@ class Judge:
                 function = getattr(made, name)  # house: ok a test's name
         if not callable(function):
             raise AssertionError("there is no function " + name)
-        if as_json(function(*arguments)) != as_json(wanted):
+        if as_json(function(*arguments)) not in map(as_json, results):
             raise AssertionError("wrong result")
 
     def names(self) -> dict[str, Any]:

@@ -267,7 +267,10 @@ def _pairs(inputs: Any, outputs: Any, name: Any) -> dict[str, Any]:
             "has a fn_name, and inputs that are not lists of arguments; write each input as a "
             "list, such as [1, 2] for f(1, 2)"
         )
-    return {"calls": [[arguments, output] for arguments, output in pairs], "name": name}
+    # Sets of problems write each result in a list (APPS, TACO), which their own judges take off.
+    is_wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+    calls = [[arguments, [out, *(out if is_wrapped else ())]] for arguments, out in pairs]
+    return {"calls": calls, "name": name}
 
 
 def _text(value: Any) -> str:

@@ -192,8 +192,8 @@ def score(code: str, tests: str, **options: Any) -> float:
     ids=["many", "growing", "large"],
 )
 def test_shared_data_has_a_bounded_cost(code: str, tests: str) -> None:
-    """Within 3 s in total."""
-    assert score(code, tests, test_timeout_s=1) == 1
+    """Within 2 s of CPU time."""
+    assert score(code, tests, test_timeout_s=2) == 1
 
 
 @pytest.mark.parametrize(

@@ -304,10 +304,19 @@ def from_api_log(values: Values, config: DataConfig) -> Values:
     new = {"finish_reason": choice.get("finish_reason")} | new
     if variables := request.get("chat_template_kwargs"):
         note_template_variables("chat_template_kwargs", variables)
-    if isinstance(request.get(SYSTEM), str):
-        new = {SYSTEM: request[SYSTEM]} | new
+    if request.get(SYSTEM):  # (of Anthropic's API)
+        if new.get(SYSTEM) not in (None, "", request[SYSTEM]):
+            raise DataError(
+                f"the row has different system messages in column {SYSTEM!r} and {REQUEST}.{SYSTEM}"
+                "; keep one, or rename the column if it is none"
+            )
+        new = new | {SYSTEM: request[SYSTEM]}
     tools = request.get("tools", request.get(FUNCTIONS))
-    offers_none = "none" in (request.get("tool_choice"), request.get("function_call"))
+    choice_of_tools = request.get("tool_choice")
+    offers_none = "none" in (
+        as_object(choice_of_tools).get("type", choice_of_tools),
+        request.get("function_call"),
+    )
     if tools is None or config.tools_key is None or offers_none:
         return new
     return new | {config.tools_key: tools}
@@ -421,7 +430,8 @@ def _alpaca_turns(values: Values) -> Messages:
     [instruction, answer]."""
     turns: Messages = []
     if values.get(SYSTEM):
-        turns.append({"role": "system", "content": _text(values, SYSTEM)})
+        message = {"role": "system", "content": values[SYSTEM]}
+        turns += _in_column(SYSTEM, lambda: as_messages([message]))
     for pair in values.get(HISTORY) or ():
         if not isinstance(pair, list | tuple) or [type(text) for text in pair] != [str, str]:
             raise DataError(

@@ -327,8 +327,12 @@ def test_tools_of_the_older_form_are_in_the_prompt_and_calls_without_any_are_cou
         batches = BatchStream(SFTDataConfig(sources=(jsonl([row]),)), qwen, seed=0)
         texts.append(qwen.decode(batches.next(1).tokens))
         assert batches.counts.get("rows_calls_without_tools", 0) == counted
-    offers_none = {"request": request | {"tool_choice": "none"}, "response": {"choices": choices}}
-    batches = BatchStream(SFTDataConfig(sources=(jsonl([offers_none]),)), qwen, seed=0)
     assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4]
-    assert qwen.decode(batches.next(1).tokens) == texts[3], "as servers render it"
+    for choice in ("none", {"type": "none"}):  # OpenAI's and Anthropic's form
+        offers_none = {
+            "request": request | {"tool_choice": choice},
+            "response": {"choices": choices},
+        }
+        batches = BatchStream(SFTDataConfig(sources=(jsonl([offers_none]),)), qwen, seed=0)
+        assert qwen.decode(batches.next(1).tokens) == texts[3], "as servers render it"
     assert '"name": "look_up", "description"' in texts[0]

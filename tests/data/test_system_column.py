@@ -79,6 +79,37 @@ def test_the_column_is_the_system_message(
 
 
 PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+LOGGED = {"response": {"choices": [{"message": SAYS, "finish_reason": "stop"}]}}
+
+
+@pytest.mark.parametrize("system", ["Be kind.", PARTS])
+def test_the_system_message_of_every_form_is_a_text_or_text_parts(
+    system: Any, chars: Tok, jsonl: Jsonl
+) -> None:
+    """Requests of Anthropic's API have parts."""
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"messages": [USER, SAYS], "system": system}, {}),
+        ({"conversations": [{"from": "human", "value": "2+2"}, {"from": "gpt", "value": "4"}]}, {}),
+        ({"instruction": "2+2", "output": "4"}, CHAT),
+        (LOGGED | {"request": {"messages": [USER], "system": system}}, {}),
+    ]
+    for row, options in rows:
+        values = row if "request" in row else row | {"system": system}
+        config = SFTDataConfig(sources=(jsonl([values]),), **options)
+        assert chars.decode(first_ids(config, chars)).startswith(BEGIN)
+
+
+def test_a_log_with_another_system_message_in_a_column_is_refused(chars: Tok, jsonl: Jsonl) -> None:
+    row = LOGGED | {"request": {"messages": [USER], "system": PARTS}}
+    for column in ("", None, PARTS):
+        config = SFTDataConfig(sources=(jsonl([row | {"system": column}]),))
+        assert chars.decode(first_ids(config, chars)).startswith(BEGIN)
+    for wrong in (
+        row | {"system": "Be rude."},
+        LOGGED | {"request": {**row["request"], "system": {"a": 1}}},
+    ):
+        with pytest.raises(DataError, match="system"):
+            first_ids(SFTDataConfig(sources=(jsonl([wrong]),)), chars)
 
 
 @pytest.mark.parametrize("column", ["system", "system_prompt"])

@@ -89,6 +89,106 @@ def test_every_statement_that_checks_something_is_a_test(scores: Scores, code: s
     assert scores(code, STATEMENTS) == [float(code == RIGHT)] * len(STATEMENTS)
 
 
+OF_CLASS = "class TestF:\n    @classmethod\n    def setup_class(cls): cls.seen = []\n"
+HOOKS = [
+    "class TestF:\n    def setup_method(self): self.x = 7\n"
+    "    def test_a(self): assert f(self.x) == 21",
+    "class Base:\n    def setup_method(self, method): self.name = method.__name__\n"
+    "class TestF(Base):\n    def test_a(self): assert self.name == 'test_a' and f(7) == 21",
+    OF_CLASS + "    def test_a(self):\n        self.seen.append(f(7))\n        assert f(7) == 21\n"
+    "    def test_b(self): assert self.seen == [21]",
+    "class TestF:\n    def setup_class(self): self.x = 7\n"
+    "    def test_a(self): assert f(self.x) == 21",
+    "import sys\nclass TestA:\n"
+    "    def setup_method(self): self.out, sys.stdout = sys.stdout, None\n"
+    "    def teardown_method(self): sys.stdout = self.out\n"
+    "    def test_a(self): assert sys.stdout is None and f(7) == 21\n"
+    "def test_b(): assert sys.stdout is not None and f(7) == 21\n"
+    "class TestB:\n    def test_c(self): assert sys.stdout is not None and f(7) == 21",
+    "V = []\nclass TestA:\n    @classmethod\n    def teardown_class(cls): V.append(1)\n"
+    "    def test_a(self): assert f(7) == 21 and not V\n"
+    "    def test_b(self): assert f(7) == 21 and not V\n"
+    "class TestB:\n    def test_c(self): assert f(7) == 21 and V",
+    "V = None\ndef setup_module():\n    global V\n    V = 7\ndef test_a(): assert f(V) == 21",
+    "def setup_module(module): module.V = 7\ndef test_a(): assert f(V) == 21",
+    "V = []\ndef setup_module(): V.append(f(7))\ndef test_a(): assert f(7) == 21\n"
+    "class TestF:\n    def test_b(self): assert V == [21]",
+    "V = []\ndef setup_function(): V.append(1)\ndef teardown_function(function): V.append(2)\n"
+    "def test_a(): assert f(7) == 21 and V == [1]\n"
+    "def test_b(): assert f(7) == 21 and V == [1, 2, 1]",
+    "V = []\ndef setup_module(): V.append(7)\nsetup_module()\n"
+    "def test_a(): assert f(7) == 21 and V == [7]",
+    "import unittest\nV = None\ndef setUpModule():\n    global V\n    V = 7\n"
+    "class T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(V), 21)",
+    "class TestF:\n    async def setup_method(self): self.x = 7\n"
+    "    async def test_a(self): assert f(self.x) == 21",
+]
+
+
+@pytest.mark.parametrize("code", [RIGHT, WRONG, "x = 1"], ids=["right", "wrong", "no function"])
+def test_hooks_of_pytest_and_unittest_prepare_the_tests(scores: Scores, code: str) -> None:
+    assert [score == 1 for score in scores(code, HOOKS)] == [code == RIGHT] * len(HOOKS)
+
+
+def test_a_hook_that_fails_is_a_failed_test(scores: Scores) -> None:
+    tests = "class TestF:\n    def {}_method(self): assert f(7) == 21\n    def test_a(self): pass"
+    for hook in ("setup", "teardown"):
+        assert scores(RIGHT, [tests.format(hook)]) == [1]
+        assert scores(WRONG, [tests.format(hook)]) == [0]
+
+
+def test_a_class_is_prepared_again_for_a_new_process_of_the_code(scores: Scores) -> None:
+    """The first test ends the process to which the object of the class belongs."""
+    code = "import os\nclass A:\n    def f(self): return 21\n    def end(self): os._exit(0)"
+    tests = (
+        "class TestA:\n    @classmethod\n    def setup_class(cls): cls.a = A()\n"
+        "    def test_a(self): self.a.end()\n    def test_b(self): assert self.a.f() == 21"
+    )
+    assert scores(code, [tests]) == [0.5]
+
+
+MARKS = (
+    "import sys, types\npytest = types.SimpleNamespace(mark=types.SimpleNamespace(\n"
+    "    skip=lambda **_: lambda test: test, skipif=lambda *_, **__: lambda test: test))\n"
+)
+"""Marks of pytest, which the sandbox may lack."""
+SKIPPED = [
+    "{}import unittest\nclass T(unittest.TestCase):\n    @unittest.skip('later')\n"
+    "    def test_a(self): self.assertEqual(f(7), 0)\n",
+    "{}import sys, unittest\nclass T(unittest.TestCase):\n"
+    "    @unittest.skipIf(sys.version_info > (3,), 'old')\n"
+    "    def test_a(self): self.assertEqual(f(7), 0)\n",
+    "{}import sys, unittest\n@unittest.skipUnless(sys.platform == 'no', 'x')\n"
+    "class T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(7), 0)\n",
+    f"{{}}{MARKS}@pytest.mark.skip(reason='later')\ndef test_a(): assert f(7) == 0\n",
+    f"{{}}{MARKS}class TestF:\n    @pytest.mark.skipif(sys.platform != 'no', reason='')\n"
+    "    def test_a(self): assert f(7) == 0\n",
+]
+
+
+@pytest.mark.parametrize("code", [RIGHT, WRONG], ids=["right", "wrong"])
+def test_tests_that_skip_themselves_are_left_out(scores: Scores, code: str) -> None:
+    labels = [tests.format("assert f(7) == 21\n") for tests in SKIPPED]
+    assert scores(code, labels) == [float(code == RIGHT)] * len(SKIPPED)
+    for found in scores(code, [tests.format("") for tests in SKIPPED]):
+        assert isinstance(found, SampleError) and "all tests are skipped" in str(found)
+
+
+def test_code_cannot_decide_which_tests_are_skipped(scores: Scores) -> None:
+    """A condition that reads the code is no reason to leave a test out."""
+    begin = "import unittest, sys\nclass T(unittest.TestCase):\n    def test_b(self): pass\n"
+    test = "    def test_a(self): self.assertEqual(f(7), 21)\n"
+    code = "LATER = True\nimport sys\nsys.platform = 'no'\ndef f(x): return x"
+    for condition in ("LATER", "f(7) == 7", "'LATER' in globals()"):
+        assert scores(code, [f"{begin}    @unittest.skipIf({condition}, 'x')\n{test}"]) == [0.5]
+    assert scores(code, [f"{begin}    @unittest.skipIf(sys.platform == 'no', 'x')\n{test}"]) == [
+        0.5
+    ]
+    assert scores(
+        code, [f"{begin}    def test_a(self): self.skipTest('x') if f(7) == 7 else 0"]
+    ) == [0.5]
+
+
 @pytest.mark.parametrize(
     "end",
     [
@@ -481,6 +581,18 @@ LOCK = "import threading\nclass Box:\n    def __init__(self): self.lock = thread
         ("def test():\n    import no_such_module", "cannot import"),
         ("class T:\n    def test(self):\n        import no_such_module", "cannot import"),
         ("assert f(7) == 21\ndef test_more(fixture): pass", "needs arguments"),
+        ("class T:\n    def test_a(self, capsys): pass", "method test_a needs arguments"),
+        (
+            "import pytest\nclass T:\n    @pytest.mark.parametrize('x', [7])\n"
+            "    def test_a(self, x): assert f(x) == 21",
+            "needs arguments",
+        ),
+        ("import pytest\n@pytest.mark.parametrize('x', [7])\ndef test(x): pass", "needs arguments"),
+        (
+            "import pytest\nclass T:\n    @pytest.fixture(autouse=True)\n"
+            "    def set_up(self): self.x = 7\n    def test_a(self): assert f(self.x) == 21",
+            "fixtures of pytest do not run",
+        ),
         (f"{LOCK}f(Box().lock)\nassert f(7) == 21", "pass a lock to the code"),
         (f"{LOCK}try: f([Box().lock])\nexcept Exception: pass\nassert f(7) == 21", "a lock"),
         (f"{LOCK}class T:\n    def test(self): f(Box().lock)", "pass a lock to the code"),

@@ -303,19 +303,29 @@ class SourceTests:
         functions = [n for n in self.body if isinstance(n, FUNCTIONS_OF_TESTS)]
         self.defined = {node.name for node in functions}
         called = {name for node in self.body for name in called_names(node)} & self.defined
+        self.hooks = self.defined - called
         self.steps = [node for node in self.body if checks_something(node, self.defined)]
-        self.functions = [node for node in functions if node.name not in called and is_test(node)]
-        self.methods = [
-            (node.name, method.name)
-            for node in self.body
-            if isinstance(node, ast.ClassDef)
+        tests = [node for node in functions if node.name not in called and is_test(node)]
+        classes = [node for node in self.body if isinstance(node, ast.ClassDef)]
+        methods = [
+            (node, method)
+            for node in classes
             for method in node.body
             if isinstance(method, FUNCTIONS_OF_TESTS) and method.name.startswith("test")
         ]
+        self.check_that_all_run(functions, [method for _, method in methods])
+        modules = imported_modules(self.body)
+        self.functions = [node for node in tests if not is_skipped(node, modules)]
+        self.methods = [
+            (node.name, method.name)
+            for node, method in methods
+            if not is_skipped(node, modules) and not is_skipped(method, modules)
+        ]
         self.count = len(self.steps) + len(self.functions) + len(self.methods)
         if not self.count:
-            raise BadTests("there is no assert, no function test_*, and no method test_*")
-        self.check_that_all_run(functions)
+            skipped = tests or methods
+            no_tests = "there is no assert, no function test_*, and no method test_*"
+            raise BadTests("all tests are skipped" if skipped else no_tests)
         # (A program under ``if __name__ == "__main__"`` is part of the tests.)
         self.own: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
         self.given: dict[str, Any] = {}
@@ -329,12 +339,13 @@ class SourceTests:
         trust = judge.trust
         trust.is_stop_named, trust.namespace = "StopIteration" in self.used, self.own
         trust.used = self.used | {name or ""} | imported_names(self.body)
-        trust.modules = imported_modules(self.body)
+        trust.modules = modules
         classes = [n for part in self.body for n in ast.walk(part) if isinstance(n, ast.ClassDef)]
         trust.closed = {node.name for node in classes if is_class_of_checks(node)}
         code = judge.task["code"]
         trust.open = {n.name for n in classes if n.name in code and has_methods_only(n)}
         self.judge.on_start = self.watch
+        self.prepared: dict[str, Solution | None] = {}
         if "get_annotations" in source:
             evaluate_remotely(importlib.import_module("inspect"), "get_annotations")
         if "unittest" in source:
@@ -347,12 +358,26 @@ class SourceTests:
             identify(node)
         vars(builtins)[FIRST] = first_reference
 
-    def check_that_all_run(self, functions: Sequence[Any]) -> None:
-        """Raise BadTests if a test function needs arguments that nothing gives it."""
+    def check_that_all_run(self, functions: Sequence[Any], methods: Sequence[Any]) -> None:
+        """Raise BadTests if a test needs arguments or a fixture that nothing gives it."""
         used = names_in(self.body)
         for node in functions:
             if node.name.startswith("test") and not is_test(node) and node.name not in used:
                 raise BadTests("the function " + node.name + " needs arguments, so it never runs")
+        for node in methods:  # (other decorators may give arguments, as those of unittest.mock do)
+            names = [name for name, _ in decorators_of(node) if "mark." not in name]
+            if num_required(node) > 1 - ("staticmethod" in names) and not (
+                set(names) - {"staticmethod", "classmethod"}
+            ):
+                raise BadTests("the method " + node.name + " needs arguments, so it never runs")
+        for part in (part for node in self.body for part in ast.walk(node)):
+            for name, call in decorators_of(part):
+                options = {k.arg: ast.unparse(k.value) for k in call.keywords} if call else {}
+                is_auto = options.get("autouse", "False") != "False"
+                if (name.endswith("fixture") and is_auto) or name.endswith("mark.usefixtures"):
+                    raise BadTests(
+                        "fixtures of pytest do not run; write setup_method(self) or setup_module()"
+                    )
 
     def run(self) -> None:
         """Run the statements in order, then the functions and the methods."""
@@ -370,8 +395,8 @@ class SourceTests:
         for function in self.functions:
             if not self.judge.test(self.call, function):
                 return
-        for name, method in self.methods:
-            if not self.judge.test(self.call_method, name, method):
+        for (name, method), (later, _) in itertools.pairwise([*self.methods, ("", "")]):
+            if not self.judge.test(self.call_method, name, method, name != later):
                 return
 
     def execute(self, node: ast.stmt, is_last: bool) -> None:
@@ -432,7 +457,9 @@ class SourceTests:
         function = self.own[node.name]
         arguments = [self.candidate()] if num_required(node) else []
         try:
-            refuse_false(finished(function(*arguments)))
+            self.set_up_module()
+            with between(self.hook, "function", function):
+                refuse_false(finished(function(*arguments)))
         except ImportError as error:
             blame(error)
 
@@ -445,14 +472,15 @@ class SourceTests:
             raise AssertionError("there is no function " + str(name))
         return names[name]
 
-    def call_method(self, name: str, method: str) -> None:
-        """Run a test of a class, of unittest or a plain one."""
+    def call_method(self, name: str, method: str, is_last: bool) -> None:
+        """Run a test of a class, of unittest or a plain one. ``is_last``: of its class."""
         self.refresh()
         made = self.own[name]
         unittest = sys.modules.get("unittest")
         try:
+            self.set_up_module()
             if unittest is None or not issubclass(made, unittest.TestCase):
-                refuse_false(finished(getattr(made(), method)()))  # house: ok a test's name
+                self.call_plain_method(made, method, is_last)
                 return
         except ImportError as error:
             blame(error)
@@ -461,6 +489,63 @@ class SourceTests:
         failed = [*result.failures, *result.errors]
         if not result.wasSuccessful() or result.skipped or not result.testsRun:
             raise AssertionError(failed[0][1].strip()[-MAX_WHY_CHARS:] if failed else "skipped")
+
+    def call_plain_method(self, made: Any, method: str, is_last: bool) -> None:
+        """Run a test of a class without unittest, with the hooks that pytest calls."""
+        self.set_up_once(made.__name__, attribute(made, "setup_class"), made)
+        tested = made()
+        test = attribute(tested, method)
+        try:
+            with between(lambda name: attribute(tested, name), "method", test):
+                refuse_false(finished(test()))
+        finally:
+            if is_last:
+                call_hook(attribute(made, "teardown_class"), made)
+
+    def set_up_module(self) -> None:
+        """Call ``setup_module`` of the tests, or ``setUpModule`` of unittest."""
+        name = "setUpModule" if "setUpModule" in self.hooks else "setup_module"
+        module = Module()
+        module.__dict__ = self.own
+        self.set_up_once("", self.hook(name), module)
+
+    def set_up_once(self, part: str, hook: Any, argument: Any) -> None:
+        """Call a hook of the module (``part`` is empty) or of a class before its first test, and
+        again if the code's process, to which its results may refer, is a new one."""
+        if self.prepared.get(part) is not self.judge.solution:
+            call_hook(hook, argument)
+            self.prepared[part] = self.judge.solution
+
+    def hook(self, name: str) -> Any:
+        """Return a function of the tests that they do not call themselves, or None."""
+        return self.own.get(name) if name in self.hooks else None
+
+
+class Module:
+    """The names of the tests as attributes, for ``setup_module(module)``."""
+
+
+def attribute(value: Any, name: str) -> Any:
+    """Return a method or hook of a class of the tests, or None."""
+    return getattr(value, name, None)  # house: ok a name of the tests
+
+
+@contextlib.contextmanager
+def between(hook: Callable[[str], Any], kind: str, test: Any) -> Iterator[None]:
+    """Call the hook ``setup_<kind>`` before a test and ``teardown_<kind>`` after it."""
+    call_hook(hook("setup_" + kind), test)
+    try:
+        yield
+    finally:
+        call_hook(hook("teardown_" + kind), test)
+
+
+def call_hook(hook: Any, argument: Any) -> None:
+    """Call a hook of the tests, with its argument if it has a parameter, as pytest does."""
+    if hook is not None:
+        import inspect
+
+        finished(hook(*[argument][: len(inspect.signature(hook).parameters)]))
 
 
 FIRST = "(first reference)"
@@ -640,6 +725,36 @@ def is_test(node: Any) -> bool:
         return required <= 1
     takes_candidate = required == 1 and [a.arg for a in node.args.args][:1] == ["candidate"]
     return node.name.startswith("test") and (required == 0 or takes_candidate)
+
+
+def decorators_of(node: Any) -> Iterator[tuple[str, ast.Call | None]]:
+    """Yield the name (``unittest.skip``) of each decorator of a function or class, and its call."""
+    if isinstance(node, (*FUNCTIONS_OF_TESTS, ast.ClassDef)):
+        for part in node.decorator_list:
+            call = part if isinstance(part, ast.Call) else None
+            yield ast.unparse(call.func if call is not None else part), call
+
+
+def is_skipped(node: Any, modules: set[str]) -> bool:
+    """Return whether the tests themselves skip a test: by a mark of unittest or pytest without a
+    condition, or with one of constants and ``modules`` of the standard library alone, which the
+    code cannot decide."""
+    for name, call in decorators_of(node):
+        package, _, mark = name.rpartition(".")
+        if package not in ("unittest", "pytest.mark"):
+            continue
+        if mark == "skip":
+            return True
+        if mark in ("skipIf", "skipUnless", "skipif") and call is not None and call.args:
+            names = names_in([ast.Expr(call.args[0])])
+            if names <= modules:
+                used = {module: importlib.import_module(module) for module in names}
+                with contextlib.suppress(Exception):  # (it is raised again when the tests run)
+                    condition = ast.Expression(call.args[0])
+                    value = eval(compile(condition, "tests.py", "eval"), used)
+                    if bool(value) != (mark == "skipUnless"):
+                        return True
+    return False
 
 
 def finished(value: Any) -> Any:

@@ -240,6 +240,12 @@ def _with_calls_in_text(message: Message) -> dict[str, Any]:
     return {**rest, "content": text}
 
 
+def with_calls_behind(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages without :data:`CALLS_IN_TEXT`, so that templates write the calls of an
+    answer behind its content: for text that is compared or thrown away, not trained."""
+    return [{k: v for k, v in message.items() if k != CALLS_IN_TEXT} for message in messages]
+
+
 def _digest(message: Message) -> str:
     """Return a digest of the content of an answer and of the names and arguments of its calls."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]

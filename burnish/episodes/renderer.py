@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from burnish.chat_message import CALLS_IN_TEXT, Message
+from burnish.chat_message import CALLS_IN_TEXT, Message, calls_in_text, with_calls_behind
 from burnish.compact import IntArray
 from burnish.data.chat import encode_prompt
 from burnish.data.decoding import (
@@ -282,9 +282,8 @@ class ChatRenderer(TextCodec):
             answer = partial(self.parse, sampled_ids, tools, prompt_ids=prompt_ids, ended=ended)
             new = _identified(new_messages, answer)
             marked, marks = self._template.marked(new, tools, follow=True)
-            continuation = self._template.continuation(
-                marked, tools, earlier=as_rendered(as_messages(list(earlier))) if earlier else ()
-            )
+            before_answer = with_calls_behind(as_messages(list(earlier))) if earlier else ()
+            continuation = self._template.continuation(marked, tools, earlier=before_answer)
         except DataError as error:
             raise RendererError(f"the new messages cannot be rendered: {error}") from error
         _check_length(len(continuation.rest), max_tokens)
@@ -329,12 +328,12 @@ class ChatRenderer(TextCodec):
             calls=calls,
         )
         if not begin and self._framing.openings:
-            texts = {
-                key: self._framing.without_opening(parsed.message[key])
-                for key in ("content", CALLS_IN_TEXT)
-                if key in parsed.message
-            }
-            parsed = replace(parsed, message={**parsed.message, **texts})
+            message = dict(parsed.message)
+            message["content"] = self._framing.without_opening(message["content"])
+            if CALLS_IN_TEXT in message:
+                sampled = self._framing.without_opening(message[CALLS_IN_TEXT]["text"])
+                message[CALLS_IN_TEXT] = calls_in_text(message, sampled)
+            parsed = replace(parsed, message=message)
         return replace(parsed, stop=stop) if stop is not None else parsed
 
     def message_parts(

@@ -379,6 +379,39 @@ def test_renamed_calls_and_dropped_reasoning_do_not_change_a_prompt(kind: str) -
     assert client("call_1") == client(None)
 
 
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_text_behind_a_call_in_channels_does_not_end_an_agent(history: str) -> None:
+    """No text of the template has this order: the recorded tokens have, and a rendered history has
+    what the template writes of the message (the call)."""
+    tokenizer = trl_tokenizer("gptoss")
+    called = (
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|end|><|start|>"
+        "assistant<|channel|>final<|message|>behind"
+    )
+    texts = iter([called, *("<|channel|>final<|message|>more",) * 2])
+
+    def answer(request: Request) -> Sequence[int]:
+        ids = tokenizer(next(texts), add_special_tokens=False)["input_ids"]
+        return [*ids, tokenizer.eos_token_id]
+
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        messages = [user("Go.")]
+        for _ in range(3):
+            message = await ask(backend, *messages, tools=(TOOL,))
+            results = [
+                {"role": "tool", "tool_call_id": each["id"], "name": "add", "content": "3"}
+                for each in message.get("tool_calls", ())
+            ]
+            messages += [message, *(results or [user("More?")])]
+        result = backend.result({})
+        check_rows(result, engine)
+        assert result.record.messages[1]["content_with_calls"]["text"] == ""
+        prompt = tokenizer.decode(list(engine.log[-1][0].prompt_ids))
+        assert prompt.count("behind") == (history == "keep") and "functions.add to" in prompt
+
+    run(scenario, answer, tokenizer=tokenizer, history=history, turn_tokens=200)
+
+
 def test_a_returned_reasoning_and_a_name_choose_the_turn() -> None:
     """Two samples with the same answer: the one whose reasoning the client returns, if it does. A
     message with another name is another message."""

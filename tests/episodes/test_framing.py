@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_families import byte_bpe, chat_tokenizer, encoded, renderer_of
 
+from burnish.data.messages import as_messages, as_rendered
 from burnish.episodes.probing import TOOLS, assistant, user
 from burnish.episodes.renderer import ChatRenderer
 
@@ -82,6 +83,15 @@ def test_a_call_in_a_framing_is_read() -> None:
     parsed = renderer.parse(ids, TOOLS)
     assert parsed.problem is None and parsed.message["content"] == "So."
     assert [c["function"]["name"] for c in parsed.message["tool_calls"]] == ["look_up"]
+
+
+@pytest.mark.parametrize("before", ["", "<|answer|>", "<|answer|>So."])
+def test_text_behind_a_call_in_a_framing_is_rendered_as_it_was_sampled(before: str) -> None:
+    renderer, tokenizer = framed(opened=False)
+    message = renderer.parse(encoded(tokenizer, f"{before}{CALL} done<|/turn|>"), TOOLS).message
+    (rendered,) = as_rendered(as_messages([message]))
+    assert rendered["content"] == f"{before.removeprefix('<|answer|>')}{CALL} done"
+    assert message["content"].endswith("done") and len(message["tool_calls"]) == 1
 
 
 @pytest.mark.parametrize("written", ["", "<|/text|>", "<|/text|>\n<|/answer|>"])

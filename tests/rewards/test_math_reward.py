@@ -71,6 +71,14 @@ def _items(group: Group) -> list[RewardInput]:
         (42, "42", "41"),
         (1e-05, "0.00001", "1"),
         (r"\boxed{7}", "$7$", "$8$"),
+        ('["27"]', r"\boxed{27}", r"\boxed{28}"),
+        ('["Paris"]', "The answer is Paris.", r"\boxed{[Paris]}"),
+        (' [ "no solution" ]', r"\boxed{\text{no solution}}", r"\boxed{0}"),
+        (r'["\\frac{1}{2}"]', "It is 1/2.", "It is 2."),
+        (r'["\frac{1}{2}"]', r"\boxed{\frac{1}{2}}", r"\boxed{2}"),
+        ('["[1, 2]"]', r"\boxed{[1, 2]}", r"\boxed{(1, 2)}"),
+        ("[1, 2]", r"\boxed{[1, 2]}", r"\boxed{(1, 2)}"),
+        ('["A"]', "The answer is A", "The answer is B"),
     ],
 )
 def test_equal_as_mathematics_is_1_and_anything_else_0(
@@ -125,6 +133,8 @@ def test_words_are_compared_as_text_and_this_is_logged_once(
         ("nan", "missing value"),
         ("None", "missing value"),
         ([1, 2], "is a list"),
+        ('["1", "2"]', "is a list"),
+        ('[""]', "missing value"),
         ({"answer": 1}, "is a dict"),
         ("She sold four of them because the shop had no more left", "a sentence of 12 words"),
         pytest.param(10**5000, "more than 400 digits", id="huge"),

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import datetime
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
+from burnish.json_text import json_value
 from burnish.model_text import DOTALL, IGNORECASE, Form, Match, Pattern
 from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.labels import LabelError
@@ -231,6 +233,7 @@ def read_label(value: Any) -> Label:
 
     Raises LabelError if it is not an answer: missing, NaN, a mapping, several values, a sentence.
     """
+    value = _entries(value)
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if isinstance(value, (list, tuple, dict, set)):
@@ -258,6 +261,19 @@ def read_label(value: Any) -> Label:
     if text in _NO_VALUE:
         raise LabelError(f"is {text!r}, which is a missing value; fill it in, or drop the row")
     return replace(_label_of(text), letters=read_letters(text))
+
+
+def _entries(value: Any) -> Any:
+    """Return the list of texts in the JSON text of one (``["27"]``, as in Skywork-OR1), and any
+    other value unchanged: ``[1, 2]`` is an interval."""
+    text = value.strip() if isinstance(value, str) else ""
+    if text.startswith("[") and text.endswith("]") and '"' in text:
+        with suppress(ValueError):
+            entries = json_value(text)
+            # (A control character is LaTeX with single backslashes: \\frac, \\times.)
+            if all(isinstance(entry, str) and entry.isprintable() for entry in entries):
+                return entries
+    return value
 
 
 def _label_of(text: str) -> Label:

@@ -16,7 +16,7 @@ from burnish.rewards.math.text import judge, read_label
 from burnish.rewards.python_code.tests import read_code
 from tests.support.worst_texts import worst_texts
 
-LENGTH = 40_000
+LENGTH = 20_000
 _PACKAGE = Path(burnish.__file__).parent
 for _file in sorted(_PACKAGE.rglob("*.py")):
     if "burnish.model_text import" in _file.read_text(encoding="utf-8"):
@@ -26,8 +26,8 @@ PATTERNS = {pattern.expression: pattern for pattern in model_text.PATTERNS}
 
 @pytest.fixture
 def short_limit(monkeypatch):
-    """A search may take 2 s of CPU time. Linear ones of 40,000 characters take milliseconds."""
-    monkeypatch.setattr(model_text, "LIMIT_S", 2.0)
+    """A search may take 1 s of CPU time. Linear ones of 20,000 characters take milliseconds."""
+    monkeypatch.setattr(model_text, "LIMIT_S", 1.0)
 
 
 @pytest.mark.parametrize("expression", PATTERNS)

@@ -382,8 +382,13 @@ OTHER_FORMS: list[Any] = [
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_wrong_code_gets_nothing_in_any_form(scores: Scores, name: str) -> None:
+def test_wrong_code_gets_nothing_in_any_form(
+    scores: Scores, name: str, reward: PythonCodeScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each attack meets a quarter of the statements and all other forms."""
+    if name == "kills everything":  # the stopped judge is waited for
+        shorter = reward._config.model_copy(update={"timeout_s": 10})
+        monkeypatch.setattr(reward, "_config", shorter)
     statements = STATEMENTS[list(ATTACKS).index(name) % 4 :: 4]
     found = scores(ATTACKS[name], [*statements, *OTHER_FORMS])
     assert found == [0] * len(found)

@@ -19,6 +19,7 @@ from burnish.jobs import rl as rl_job
 from burnish.observe.metrics import read_metrics
 from burnish.plan.oom import RunOutOfMemoryError, suggestions
 from burnish.plan.plan_vs_actual import MeasuredPeak, plan_vs_actual, plan_vs_actual_text
+from burnish.runtime.ray import cluster, worker_group
 
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
@@ -206,6 +207,8 @@ def test_on_ray_every_worker_reports_and_out_of_memory_names_its_rank(
         return failing
 
     monkeypatch.setattr(rl_job, "policy_objective", made)
+    for module, limit in ((worker_group, "_OTHER_RANKS_S"), (cluster, "_PEAKS_S")):
+        monkeypatch.setattr(module, limit, 1.0)  # rank 0 waits for rank 1
     with pytest.raises(RunOutOfMemoryError) as raised:
         burnish.run(rl(*on_ray, f"run_dir={tmp_path / 'full'}"), rewards=reward)
     assert "in rank 1 of the policy" in str(raised.value)

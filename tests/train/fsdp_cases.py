@@ -42,10 +42,6 @@ MODELS = {
     "tied": ModelConfig(scratch=ScratchConfig(**SIZES)),
     "untied": ModelConfig(scratch=ScratchConfig(**SIZES, tie_word_embeddings=False)),
     "lora": ModelConfig(scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3)),
-    "lora on two": ModelConfig(
-        scratch=ScratchConfig(**SIZES),
-        lora=LoraConfig(lora_rank=3, target_modules=("q_proj", "down_proj")),
-    ),
     "nf4": ModelConfig(
         scratch=ScratchConfig(**SIZES), lora=LoraConfig(lora_rank=3, quantization=Nf4Config())
     ),
@@ -115,8 +111,7 @@ OPTIONS = [
     Case(model="lora", train={"optimizer": MUON}, engine={"cpu_offload": True}),
     Case(model="untied", train={"optimizer": "adafactor", "weight_decay": 0.1}),
     *(Case(model=name, train=SELECTIVE) for name in ("tied", "lora", "nf4")),
-    Case(train={"compile": "layers"}),
-    Case(model="lora on two", train={"compile": "layers", "gradient_checkpointing": True}),
+    Case(train={"compile": "layers", "gradient_checkpointing": True}),
 ]
 """What the engine can be told."""
 

@@ -21,6 +21,9 @@ from burnish.train.spec import EngineSpec
 _OTHER_RANKS_S = 10.0
 """Seconds that other ranks have to fail after the first failure, because Ray detects a death later
 than gloo does."""
+_OTHER_DEATHS_S = 1.0
+"""Seconds after a death in which others are named with it. The remaining ranks may wait for the
+dead one as long as a collective may take."""
 
 
 P = ParamSpec("P")
@@ -152,7 +155,8 @@ class WorkerGroup:
         """Raise the error that names the cause. A dead or hung rank also makes the other ranks
         fail, so it is searched for first."""
         ray, monitor = self.cluster.ray, self.cluster.monitor
-        done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=_OTHER_RANKS_S)
+        limit_s = _OTHER_DEATHS_S if is_worker_loss(ray, failed) else _OTHER_RANKS_S
+        done, undone = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s)
         failures = {refs.index(ref): failure(ray, ref) for ref in done}
         dead = {i: e for i, e in failures.items() if e is not None and is_worker_loss(ray, e)}
         if dead:

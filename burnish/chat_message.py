@@ -264,6 +264,30 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def with_names_of_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return canonical messages whose tool results have the name of the call with their
+    ``tool_call_id``, as episodes and servers give it to them, unless they have one.
+
+    >>> call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    >>> answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    >>> result = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+    >>> with_names_of_calls([answer, result])[1]["name"]
+    'f'
+    """
+    if all(message["role"] != "tool" or "name" in message for message in messages):
+        return messages
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[str(call.get("id") or "")] = call["function"]["name"]
+        call_id = message.get("tool_call_id")
+        name = names.get(str(call_id)) if call_id else None
+        is_named = message["role"] != "tool" or "name" in message or name is None
+        named.append(message if is_named else {**message, "name": name})
+    return named
+
+
 def with_cut_end(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a conversation whose last answer was cut."""
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)

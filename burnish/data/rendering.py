@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-from burnish.chat_message import REASONING, Message, roles_of
+from burnish.chat_message import REASONING, Message, roles_of, with_names_of_calls
 from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.data.thoughts import text_behind_repeated, with_reasoning_key, without_channels
@@ -48,6 +48,7 @@ def render_text(
 
     Raises DataError if there is no chat template, or if it rejects the conversation.
     """
+    messages = with_names_of_calls(messages)
     if tools or any(_has_forms(message) for message in messages):
         habits = habits_of(tokenizer, tools)
         messages = habits.adapted(messages)

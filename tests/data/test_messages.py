@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.demonstrations.config import SFTDataConfig
 from burnish.data.forms import open_rows
+from burnish.data.messages import as_messages
 from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptEncoder, load_prompts
+from burnish.data.rendering import render_text
 from burnish.data.sources import DataError
 from burnish.data.stream import RowRef
 from burnish.types import Batch
@@ -336,3 +338,30 @@ def test_tools_of_the_older_form_are_in_the_prompt_and_calls_without_any_are_cou
         batches = BatchStream(SFTDataConfig(sources=(jsonl([offers_none]),)), qwen, seed=0)
         assert qwen.decode(batches.next(1).tokens) == texts[3], "as servers render it"
     assert '"name": "look_up", "description"' in texts[0]
+
+
+def test_results_without_a_name_get_that_of_their_call(chars: Tok, jsonl: Jsonl) -> None:
+    """Requests and episodes give it to them, so a template that writes it renders one text. The
+    same id may name another call later; a result of no call has no name."""
+    chars.chat_template = (
+        "{% for m in messages %}{{ m.name ~ ': ' if m.name else '' }}{{ m.content }}\n{% endfor %}"
+    )
+
+    def turn(name: str, *results: dict[str, Any]) -> list[dict[str, Any]]:
+        calls = [
+            {"id": f"c{i}", "type": "function", "function": {"name": f"{name}{i}", "arguments": {}}}
+            for i in range(2)
+        ]
+        return [{"role": "assistant", "content": "so", "tool_calls": calls}, *results]
+
+    def result(number: int, **more: Any) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": f"c{number}", "content": "2", **more}
+
+    bare = [USER, *turn("a", result(1), result(0)), *turn("b", result(0), result(7))]
+    named = [
+        *(USER, *turn("a", result(1, name="a1"), result(0, name="a0"))),
+        *turn("b", result(0, name="b0"), result(7)),
+    ]
+    texts = [render_text(chars, as_messages(m), add_generation_prompt=True) for m in (bare, named)]
+    assert texts[0] == texts[1]
+    assert [texts[0].count(f"{name}: 2") for name in ("a1", "a0", "b0", "b1")] == [1, 1, 1, 0]

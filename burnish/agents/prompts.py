@@ -11,7 +11,7 @@ recorded tokens stay as they were sampled.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -322,21 +322,23 @@ def _with_recorded_ids(
 ) -> tuple[Message, ...]:
     """Return new messages whose results have the ids of the recorded calls. ``known``: the messages
     before, as the client sent them, which may have other ids; ``recorded``: the same, recorded."""
-    calls = [
-        (sent["id"], call["id"])
-        for message, answer in zip(known, recorded, strict=True)
-        for sent, call in zip(
-            message.get("tool_calls") or (), answer.get("tool_calls") or (), strict=True
-        )
-        if "id" in sent
-    ]
-    ids = dict(calls)
-    return tuple(
-        {**message, "tool_call_id": ids[message["tool_call_id"]]}
-        if message.get("tool_call_id") in ids
-        else message
-        for message in new
-    )
+    ids: dict[str, deque[str]] = {}
+    for message, answer in zip(known, recorded, strict=True):
+        pairs = zip(message.get("tool_calls") or (), answer.get("tool_calls") or (), strict=True)
+        named = [(sent["id"], call["id"]) for sent, call in pairs if "id" in sent]
+        ids |= {name: deque() for name, _ in named}  # a later answer may use a name again
+        for name, identity in named:
+            ids[name].append(identity)
+    return tuple(_renamed(message, ids) for message in new)
+
+
+def _renamed(message: Message, ids: Mapping[str, deque[str]]) -> Message:
+    """Return a result with the recorded id of its call. Calls of one id have results in order."""
+    recorded = ids.get(message.get("tool_call_id") or "")
+    if not recorded:
+        return message
+    identity = recorded.popleft() if len(recorded) > 1 else recorded[0]
+    return {**message, "tool_call_id": identity}
 
 
 def _text_behind(call: RecordedCall, text: str) -> str | None:

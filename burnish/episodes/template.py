@@ -147,9 +147,9 @@ class ChatTemplate:
     ) -> Continuation:
         """Return the text that the template writes between a turn and the answer to ``new``.
 
-        ``earlier``: the conversation that the turn answers. Templates look for words in it (a
-        system message with "/no_think" closes the reasoning of all answers). If it is empty, or the
-        template rejects it, a question takes its place.
+        ``earlier``: the conversation that the turn answers. Templates look there for how the next
+        answer begins (a system message with "/no_think" closes the reasoning of all answers). If it
+        is empty, or the template rejects it, a question takes its place.
 
         Raises RendererError if the placeholder answer is not in the rendering or a new message is
         rendered before it, DataError if the template rejects the messages.
@@ -162,7 +162,7 @@ class ChatTemplate:
         check_rendering(self._tokenizer, conversation, refused=REFUSED_IN_EPISODES)
         for answer in (with_call, {**with_call, "content": mark}) if results else (with_call,):
             head = self.text([user("Go."), answer], tools, generate=False)
-            full = self._followed(earlier, answer, new, tools, mark=mark)
+            full = self.text([user("Go."), answer, *new], tools, generate=True)
             if answer is with_call and 0 < head.count(mark) < len(results):
                 raise RendererError(
                     f"the chat template renders {head.count(mark)} of the {len(results)} tool "
@@ -172,6 +172,10 @@ class ChatTemplate:
             if mark in head and mark in full:
                 self._check_places(answer, mark, new, tools)
                 after_head, after_full = head.rpartition(mark)[2], full.rpartition(mark)[2]
+                if earlier:
+                    after_full = self._behind(
+                        earlier, [answer, *new], tools, mark=mark, after=after_full
+                    )
                 return self._split(after_head, after_full, is_call=bool(results))
         raise RendererError(
             "the chat template does not render the assistant's earlier turns (a placeholder answer "
@@ -179,22 +183,27 @@ class ChatTemplate:
             "model.chat_template to one that renders all messages"
         )
 
-    def _followed(
+    def _behind(
         self,
         earlier: Sequence[Message],
-        answer: Message,
-        new: Sequence[Message],
+        behind: Sequence[Message],
         tools: Tools,
         *,
         mark: str,
+        after: str,
     ) -> str:
-        """Return the text of a conversation whose answer has the text ``mark``."""
-        if earlier:
-            with suppress(DataError):
-                full = self.text([*earlier, answer, *new], tools, generate=True)
-                if mark in full:
-                    return full
-        return self.text([user("Go."), answer, *new], tools, generate=True)
+        """Return the text behind an answer with the text ``mark`` in the conversation, if it only
+        begins the next answer otherwise than ``after``, the text in a short one. Else return
+        ``after``: templates also write earlier messages there (Mistral's the system message)."""
+        with suppress(DataError):
+            full = self.text([*earlier, *behind], tools, generate=True)
+            found = full.rpartition(mark)[2]
+            if mark not in full or found == after:
+                return after
+            short = self.text([user("Go."), *behind], tools, generate=False).rpartition(mark)[2]
+            if found.startswith(short) and after.startswith(short):
+                return found
+        return after
 
     def _check_places(
         self, answer: Message, mark: str, new: Sequence[Message], tools: Tools

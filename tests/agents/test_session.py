@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -410,6 +411,29 @@ def test_text_behind_a_call_in_channels_does_not_end_an_agent(history: str) -> N
         assert prompt.count("behind") == (history == "keep") and "functions.add to" in prompt
 
     run(scenario, answer, tokenizer=tokenizer, history=history, turn_tokens=200)
+
+
+def test_results_of_calls_with_one_name_belong_to_them_in_order() -> None:
+    """A client may name calls by their function."""
+    tokenizer = chat_tokenizer("mistral")
+    end = tokenizer.eos_token_id
+    first = '[{"name": "add", "arguments": {"a": 1}, "id": "aaaaaaaaa"}, '
+    first += '{"name": "add", "arguments": {"a": 2}, "id": "bbbbbbbbb"}]'
+    texts = iter([f"[TOOL_CALLS]{first}", "3"])
+
+    def answer(_: Request) -> Sequence[int]:
+        return [*tokenizer(next(texts), add_special_tokens=False)["input_ids"], end]
+
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> str:
+        message = await ask(backend, user("Go."), tools=(TOOL,))
+        calls = [{**sampled, "id": "add"} for sampled in message["tool_calls"]]
+        shown = [{"role": "tool", "tool_call_id": "add", "content": text} for text in "12"]
+        await ask(backend, user("Go."), {**message, "tool_calls": calls}, *shown, tools=(TOOL,))
+        return str(tokenizer.decode(list(engine.log[1][0].prompt_ids)))
+
+    text = run(scenario, answer, tokenizer=tokenizer, history="keep", turn_tokens=300)
+    results = re.findall(r'"content": "(.)", "call_id": "(\w+)"', text)
+    assert results == [("1", "aaaaaaaaa"), ("2", "bbbbbbbbb")]
 
 
 def test_a_returned_reasoning_and_a_name_choose_the_turn() -> None:

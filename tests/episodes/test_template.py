@@ -14,6 +14,7 @@ from chat_families import (
     encoded,
     renderer_of,
 )
+from chat_templates import published_tokenizer
 
 from burnish.episodes.formats import FORMATS, response_template
 from burnish.episodes.probing import TOOLS, assistant, call, result, user
@@ -419,3 +420,16 @@ def test_a_template_that_cuts_reasoning_out_of_texts_needs_a_choice(
     else:
         with pytest.raises(RendererError, match=r"reasoning in the text.*<think>.*history: keep"):
             ChatRenderer(tokenizer)
+
+
+def test_earlier_messages_that_a_template_writes_into_the_last_are_in_the_first_prompt_only() -> (
+    None
+):
+    """Mistral's writes the system message into the last one of a user."""
+    renderer = ChatRenderer(tokenizer := published_tokenizer("mistral"), history="keep")
+    start = [{"role": "system", "content": "Be brief."}, user("Go.")]
+    prompt = renderer.render(start)
+    sampled = [*tokenizer("So.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    following = renderer.bridge(prompt, sampled, [user("And?")], earlier=start, ended=True)
+    assert tokenizer.decode(following).count("Be brief.") == 1
+    assert following == renderer.bridge(prompt, sampled, [user("And?")], ended=True)

@@ -78,12 +78,7 @@ def every_marker_is_a_format(patch: Patch) -> None:
 
 def new_messages_stand_behind_a_question(patch: Patch) -> None:
     """What follows a turn is rendered behind a short question in place of the conversation."""
-    own = ChatTemplate._followed
-
-    def followed(self: Any, _: Any, *rest: Any, **options: Any) -> str:
-        return own(self, (), *rest, **options)
-
-    patch.setattr(ChatTemplate, "_followed", followed)
+    patch.setattr(ChatTemplate, "_behind", lambda *_, after, **__: after)
 
 
 PLANTED = {

@@ -249,16 +249,18 @@ def with_calls_behind(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _digest(message: Message) -> str:
     """Return a digest of the content of an answer and of the names and arguments of its calls."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [[function["name"], _plain(function["arguments"])] for function in functions]
-    text = json.dumps([message["content"], calls], sort_keys=True)
+    calls = [[function["name"], function["arguments"]] for function in functions]
+    text = json.dumps(_plain([message["content"], calls]), sort_keys=True, default=str)
     return sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of JSON as every type of file keeps it: Parquet adds keys without a value, and
-    other languages write 1.0 as 1."""
+    """Return a value of JSON as every type of file keeps it: Parquet adds keys without a value and
+    has no lone surrogates, and other languages write 1.0 as 1."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items() if each is not None}
+        return {_plain(key): _plain(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,25 @@ def test_an_edited_answer_is_not_rendered_as_it_was_sampled(edit: dict[str, Any]
         assert rendered == [{"role": "assistant", "content": text}]
     with pytest.raises(MessageError, match="edited since"):
         with_calls_in_text([message | edit])
+
+
+def test_values_that_files_change_are_edits_or_none() -> None:
+    """A Parquet file has no lone surrogates, and readers of tables may read a date as one."""
+
+    def answer(value: Any) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": {"x": value}}}
+        return {"role": "assistant", "content": value, "tool_calls": [call]}
+
+    made = answer("\ud83d")
+    (rendered,) = with_calls_in_text(
+        [answer("?") | {"content_with_calls": calls_in_text(made, "t")}]
+    )
+    assert rendered["content"] == "t"
+    date = answer("2024-01-01")
+    read = date | {"content_with_calls": calls_in_text(date, "t")}
+    read["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": datetime(2024, 1, 1)}}}]
+    with pytest.raises(MessageError, match="edited since"):
+        with_calls_in_text([read])
 
 
 def test_a_flat_tool_has_no_strict_as_in_a_request_of_the_responses_api() -> None:

@@ -4,6 +4,7 @@ history, one record per call, limits and statuses."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -378,6 +379,38 @@ def test_renamed_calls_and_dropped_reasoning_do_not_change_a_prompt(kind: str) -
 
     asked = [len(ChatRenderer(tokenizer, history=history).render([user("Go.")], [TOOL]))]
     assert client("call_1") == client(None)
+
+
+def test_results_of_calls_with_one_id_are_those_of_the_recorded_calls_in_order() -> None:
+    """A client that names calls by their function gives the calls of one answer, and those of the
+    next one, the same id."""
+    tokenizer = chat_tokenizer("mistral")
+
+    def turn(*ids: str) -> str:
+        calls = [{"name": "add", "arguments": {"a": 1}, "id": each} for each in ids]
+        return f"[TOOL_CALLS]{json.dumps(calls)}"
+
+    texts = iter([turn("a" * 9, "b" * 9), turn("c" * 9, "d" * 9), "2"])
+
+    def answer(request: Request) -> Sequence[int]:
+        ids = tokenizer(next(texts), add_special_tokens=False)["input_ids"]
+        return [*ids, tokenizer.eos_token_id]
+
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        messages: list[Any] = [user("Go.")]
+        for _ in range(2):
+            message = await ask(backend, *messages, tools=(TOOL,))
+            calls = [{**each, "id": "add"} for each in message["tool_calls"]]
+            shown = {"role": "tool", "tool_call_id": "add", "name": "add"}
+            results = [{**shown, "content": text} for text in ("2", "3")]
+            messages += [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+        await ask(backend, *messages, tools=(TOOL,))
+        recorded = backend.result({}).record.messages
+        assert [m["tool_call_id"] for m in recorded if m["role"] == "tool"] == [
+            each * 9 for each in "abcd"
+        ]
+
+    run(scenario, answer, tokenizer=tokenizer, history="keep", turn_tokens=400)
 
 
 @pytest.mark.parametrize("history", ["keep", "template"])

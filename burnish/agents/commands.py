@@ -26,6 +26,7 @@ from burnish.agents.relay import read_reward
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EpisodeFailedError
 from burnish.environments.process import ProcessPipes
+from burnish.environments.worker import without_proxy
 from burnish.json_text import json_object
 
 log = logging.getLogger("burnish")
@@ -64,6 +65,7 @@ class CommandAgents:
         async with _folder() as folder:
             environment = variables(endpoint, folder)
             Path(environment["BURNISH_TASK"]).write_text(task_text(task), encoding="utf-8")
+            environment |= without_proxy(os.environ, endpoint.root_url)
             async with _process(self._command, {**os.environ, **environment}) as process:
                 try:
                     await asyncio.wait_for(process.pipes.exited.wait(), timeout_s)

@@ -42,9 +42,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 REQUIRED = ("reset", "step")
@@ -142,6 +143,21 @@ class Endpoint:
         return f"Endpoint({self.root_url!r}, model={self.model!r})"  # without the key
 
 
+def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:
+    """Return ``NO_PROXY`` and ``no_proxy`` of a process with the host of ``url`` added, so that its
+    clients do not send the calls of the policy to the proxy of ``HTTP_PROXY``."""
+    names, host = ("NO_PROXY", "no_proxy"), urlsplit(url).hostname or ""
+    either = next((environment[name] for name in names if environment.get(name)), "")
+    changed = {}
+    for name in names:
+        hosts = [part.strip() for part in (environment.get(name) or either).split(",")]
+        if host not in hosts and "*" not in hosts:
+            changed[name] = ",".join([*filter(None, hosts), host])
+        elif not environment.get(name):
+            changed[name] = either
+    return changed
+
+
 class CallHandler:
     """Handler of requests."""
 
@@ -227,6 +243,7 @@ class CallHandler:
         return {"python": sys.version.split()[0]}
 
     async def run(self, name: str, task: dict[str, Any], endpoint: Endpoint) -> Any:
+        os.environ.update(without_proxy(os.environ, endpoint.root_url))
         episode = self.episodes[name] = EpisodeThread(self.loop)
         try:
             return await episode.call(self.agent, task, endpoint)

@@ -28,6 +28,7 @@ from burnish.agents.server import EpisodeServer
 from burnish.config.sandbox import BubblewrapSandbox
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EnvironmentSpec
+from burnish.environments.worker import without_proxy
 from burnish.episodes.loop import EpisodeLimits, EpisodeResult
 from burnish.episodes.rows import episode_rows
 from burnish.sandbox.base import SandboxError
@@ -266,6 +267,40 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, engine = run_agents(FunctionAgents(spec, workers=1), [name])
     assert results[name][0].record.status == "infra_error"
     assert not is_running(int((tmp_path / "pids").read_text()))
+
+
+@pytest.mark.parametrize("bypassed", [None, "", "example.com, .internal"])
+def test_agents_do_not_call_the_policy_through_a_proxy(
+    bypassed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters often set one for all of the web, with or without hosts that are exempt."""
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if bypassed is not None:
+        monkeypatch.setenv("no_proxy", bypassed)
+    spec = EnvironmentSpec(f"{FILE}:any_of_them", {}, role="agent")
+    for agents in (FunctionAgents(spec, workers=1), CommandAgents([sys.executable, str(FILE)])):
+        results, engine = run_agents(agents, ["good"])
+        check(results, engine)
+        assert results["good"][0].record.status == "done"
+
+
+@pytest.mark.parametrize(
+    ("environment", "hosts"),
+    [
+        ({}, ["h", "h"]),
+        ({"NO_PROXY": "a"}, ["a,h", "a,h"]),
+        ({"NO_PROXY": "a", "no_proxy": "b, c"}, ["a,h", "b,c,h"]),
+        ({"NO_PROXY": "a, h"}, ["a, h", "a, h"]),
+        ({"no_proxy": "*"}, ["*", "*"]),
+    ],
+)
+def test_hosts_without_a_proxy_are_added_once(environment: Any, hosts: list[str]) -> None:
+    changed = environment | without_proxy(environment, "http://h:80/x")
+    assert [changed["NO_PROXY"], changed["no_proxy"]] == hosts
+    assert without_proxy(changed, "http://h:80/x") == {}
 
 
 def test_wrong_agents_are_refused_before_a_model_is_loaded() -> None:

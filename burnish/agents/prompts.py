@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from burnish.agents.calls import ModelCall, invalid, well_formed
 from burnish.agents.replies import checked_ids
-from burnish.chat_message import CALLS_IN_TEXT, Message, with_calls_behind
+from burnish.chat_message import Message
 from burnish.compact import IntArray
 from burnish.episodes.loop import Policy
 from burnish.episodes.parsing import ParsedMessage
@@ -261,8 +261,8 @@ class Prompts:
             read = (*recorded, *new)
             thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))
         if parent is None or renderer.history == "template":
-            rendered = [_renderable(message) for message in read]
-            ids = await in_renderer(renderer.render, rendered, tools, max_tokens=self._max_tokens)
+            render = renderer.render if parent is None else renderer.render_again
+            ids = await in_renderer(render, read, tools, max_tokens=self._max_tokens)
         else:
             ids = await in_renderer(
                 renderer.bridge,
@@ -307,14 +307,6 @@ class Prompts:
             renderer.encode, text[len(prefix) :], after=before[-1:], max_tokens=self._max_tokens
         )
         return _continued(parent, before + more, str(_text_behind(parent, text)), text)
-
-
-def _renderable(message: Message) -> Message:
-    """Return a message for the template: an answer that was sampled in an order that no text of the
-    template has, with its calls behind its content, as clients send it."""
-    sampled = message.get(CALLS_IN_TEXT)
-    is_lost = isinstance(sampled, Mapping) and not sampled.get("text")
-    return with_calls_behind([message])[0] if is_lost else message
 
 
 def _with_recorded_ids(

@@ -223,7 +223,8 @@ class _EpisodeState:
     async def run(self, episode: OpenEpisode) -> EpisodeStatus:
         """Take turns until the episode ends. Return its status."""
         self.start, self.tools = episode.start.messages, episode.start.tools
-        prompt = await self._render(self.start)
+        render = self.policy.renderer.render
+        prompt = await self.policy.in_renderer(render, self.start, self.tools)
         if len(prompt) >= self.limits.max_tokens:
             return "prompt_too_long"
         for number in range(self.limits.max_turns):
@@ -284,9 +285,6 @@ class _EpisodeState:
             conversation=self.task.episode_id,
         )
 
-    async def _render(self, messages: Sequence[Message]) -> Ids:
-        return await self.policy.in_renderer(self.policy.renderer.render, messages, self.tools)
-
     async def _parse(self, prompt: Ids, completion: Completion) -> tuple[Message, str | None]:
         """Return the message of a response, and what is wrong with its calls. No call of an ended
         response is run if one is malformed: then all of them are text, as they were sampled."""
@@ -307,7 +305,8 @@ class _EpisodeState:
             earlier += [turn.message, *turn.answer]
         if renderer.history == "template":
             last = self.turns[-1]
-            return await self._render([*earlier, last.message, *last.answer])
+            conversation = [*earlier, last.message, *last.answer]
+            return await self.policy.in_renderer(renderer.render_again, conversation, self.tools)
         return await self.policy.in_renderer(
             renderer.bridge,
             prompt,

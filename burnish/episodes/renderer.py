@@ -249,6 +249,21 @@ class ChatRenderer(TextCodec):
             )
         return IntArray(self._encode(text, marks))
 
+    def render_again(
+        self, messages: Sequence[Message], tools: Tools = (), *, max_tokens: int | None = None
+    ) -> Ids:
+        """Return :meth:`render` of a conversation with the policy, for ``history: template``. An
+        answer with text behind its calls has them behind its text if the template cannot write, or
+        rejects, what was sampled. Raises as :meth:`render`."""
+        try:
+            return self.render(messages, tools, max_tokens=max_tokens)
+        except TooLongError:
+            raise
+        except RendererError:
+            if not any(CALLS_IN_TEXT in message for message in messages):
+                raise
+            return self.render(with_calls_behind(messages), tools, max_tokens=max_tokens)
+
     def bridge(
         self,
         prompt_ids: Sequence[int],

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from chat_families import FAMILIES, chat_tokenizer, renderer_of
+from chat_families import FAMILIES, chat_tokenizer, encoded, renderer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,8 +68,32 @@ def test_text_behind_a_call_in_channels_has_no_rendering() -> None:
     text = WELL_FORMED["harmony"].replace("<|call|>", "<|end|>")
     message = parsed("harmony", f"{text}<|start|>assistant<|channel|>final<|message|>Done.").message
     assert message["content"] == "Done." and message["tool_calls"]
+    conversation = [user("Go."), message, user("Go on.")]
     with pytest.raises(RendererError, match="behind its tool calls"):
-        RENDERERS["harmony"][0].render([user("Go."), message, user("Go on.")], TOOLS)
+        RENDERERS["harmony"][0].render(conversation, TOOLS)
+    assert RENDERERS["harmony"][0].render_again(conversation, TOOLS)
+
+
+def test_calls_are_behind_the_text_of_an_answer_if_the_template_rejects_it_as_sampled() -> None:
+    """A result without a call is refused, and the sampled text has the call in the content."""
+    tokenizer = chat_tokenizer("chatml")
+    refuses = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    refuses += "{{ raise_exception('no call') }}{% endif %}"
+    begin = "{% for m in messages %}"
+    assert begin in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(begin, begin + refuses, 1)
+    renderer = ChatRenderer(tokenizer)
+    text = WELL_FORMED["chatml"].replace("<|im_end|>", "") + " behind<|im_end|>"
+    message = renderer.parse(encoded(tokenizer, text), TOOLS).message
+    (made,) = message["tool_calls"]
+    shown = {"role": "tool", "tool_call_id": made["id"], "name": "look_up", "content": "1"}
+    conversation = [user("Go."), message, shown]
+    with pytest.raises(RendererError, match="no call"):
+        renderer.render(conversation, TOOLS)
+    prompt = tokenizer.decode(list(renderer.render_again(conversation, TOOLS)))
+    assert 0 < prompt.index("behind") < prompt.rindex("<tool_call>")
+    with pytest.raises(RendererError, match="no call"):
+        renderer.render_again([user("Go."), assistant("So."), shown], TOOLS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

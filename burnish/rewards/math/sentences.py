@@ -39,6 +39,8 @@ _DENIES = Pattern(
 )
 """Words behind a value that deny it, or name others (more, fewer, all but it)."""
 _CHOICE = r"(?:\\(?:text|math)(?:bf|rm)?\{)?\(?[A-J]\)?\}?"
+_COPULA = Form(r"(?:입니다|이다|이에요|예요|です|だ|である)[!！~～]{0,9}")
+"""Words behind a value that add nothing to it."""
 _VALUES = (
     Form(rf"{_CHOICE}(?:[\s,、和]{{0,3}}{_CHOICE}){{0,9}}"),
     Form(r"(?!非)[^\W\d_a-zA-Z]{1,20}"),  # one word of another script
@@ -92,4 +94,6 @@ def _behind(text: str, mark: Match) -> str:
     if read_quantity(value):
         return value
     plain = value.strip("*_$")
-    return plain if any(form.fullmatch(plain) for form in _VALUES) else ""
+    is_part = plain != value and words is not None and not _COPULA.fullmatch(words["words"])
+    is_value = not is_part and any(form.fullmatch(plain) for form in _VALUES)
+    return plain if is_value else ""

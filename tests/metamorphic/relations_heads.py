@@ -166,7 +166,7 @@ HEADS = ("score.weight", "v_head.summary.weight", "value_head.weight", "classifi
 @relation
 def heads_of_other_forms(draw: Draw) -> None:
     """A folder with a trained head that is not read becomes no reward model with a new head, and if
-    its config names another kind than a language model, no policy."""
+    its config names another kind than a language model, no policy. Exact: an error or none."""
     model = model_of(draw)
     stored = load_file(model.folder / "model.safetensors")
     name = draw.one(head=HEADS)

@@ -38,6 +38,8 @@ INPUTS, OUTPUTS = ("input", "context"), ("output", "response")
 QUESTION, ANSWER, FINAL = "question", "answer", "####"
 COMPLETION = "completion"
 REWARD_MODEL, TRUTH = "reward_model", "ground_truth"
+TURN = "turn"
+"""Column of the answer, from 1, that a vote on two conversations is about."""
 REQUEST, RESPONSE = "request", "response"
 FUNCTIONS = "functions"
 """Column of tools in OpenAI's older form, and their parameter in a request."""

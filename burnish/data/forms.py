@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from burnish.chat_message import REASONING
+from burnish.config.columns import finite_number
 from burnish.config.forms import (
     ANSWER,
     COMPLETION,
@@ -32,6 +33,7 @@ from burnish.config.forms import (
     SHAREGPT,
     SYSTEM,
     TRUTH,
+    TURN,
     Form,
     FormError,
     as_object,
@@ -265,13 +267,25 @@ def from_comparison(values: Values, config: DataConfig) -> Values:
             "remove the row, or set on_bad_row: skip"
         )
     better, worse = form.responses if first else form.responses[::-1]
-    responses = (_response(values, key) for key in (better, worse))
+    responses = [_response(values, key) for key in (better, worse)]
+    if form.prompt is None:
+        responses = [_up_to_turn(turns, values.get(TURN)) for turns in responses]
     pair = dict(zip(config.pair_keys, responses, strict=True))
     new = _others(values, config, *form.columns)
     if form.prompt is None:
         return from_implicit_prompt(new | pair, config)
     prompt = as_object(values[form.prompt]).get("full_text", values[form.prompt])  # WebGPT
     return new | {config.prompt_key: parsed(prompt)} | pair
+
+
+def _up_to_turn(turns: Any, number: Any) -> Any:
+    """Return a conversation up to its answer ``number`` (from 1), which the verdict of the row is
+    about (MT-Bench). Chatbot Arena has the number of answers there."""
+    if not isinstance(turns, list):
+        return turns
+    answers = [i for i, turn in enumerate(as_messages(turns)) if turn["role"] == "assistant"]
+    end = {float(i): at for i, at in enumerate(answers, 1)}.get(finite_number(number) or 0.0)
+    return turns if end is None else turns[: end + 1]
 
 
 def from_completion(values: Values, config: DataConfig) -> Values:

@@ -65,16 +65,7 @@ class RepeatedPrompts:
 
     def _all_repeat(self, source: Source) -> bool:
         source = source.whole if isinstance(source, PartOfRows) else source
-        config, num, repeats = self._config, num_first(source, _LOOKED_AT), 0
-        for i in range(num):
-            try:
-                row = source[i]
-                prompt = prompt_column(row, config.prompt_key, config.prompt_template)
-                responses = [response_column(row, key, "") for key in self._keys]
-            except DataError:  # encoding the row reports the error
-                continue
-            if prompt and is_text(prompt, *responses):
-                repeats += all(r.startswith(prompt) and r != prompt for r in responses)
+        repeats, num = num_repeating(source, self._config, self._keys)
         if repeats == num:
             _log.warning(
                 "data source %r: every response of the first %d rows begins with its prompt, which "
@@ -88,6 +79,22 @@ class RepeatedPrompts:
                 *(source.name, repeats, num),
             )
         return repeats == num
+
+
+def num_repeating(source: Source, config: DataConfig, keys: Sequence[str]) -> tuple[int, int]:
+    """Return (rows whose responses begin with the prompt, rows examined) of the first 100 rows.
+    ``keys``: the columns with responses."""
+    num, repeats = num_first(source, _LOOKED_AT), 0
+    for i in range(num):
+        try:
+            row = source[i]
+            prompt = prompt_column(row, config.prompt_key, config.prompt_template)
+            responses = [response_column(row, key, "") for key in keys]
+        except DataError:  # encoding the row reports the error
+            continue
+        if prompt and is_text(prompt, *responses):
+            repeats += all(r.startswith(prompt) and r != prompt for r in responses)
+    return repeats, num
 
 
 class HasRow(Protocol):

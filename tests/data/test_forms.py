@@ -333,3 +333,20 @@ def test_scored_and_generated_rows_keep_all_columns_of_their_file(
     assert scored.columns == row
     (prompt,) = GenerationPrompts(PromptDataConfig(sources=(path,)), chars).take(0, 1)
     assert prompt.columns == {k: v for k, v in row.items() if k not in OWN_COLUMNS}
+
+
+@pytest.mark.parametrize("num_repeating", [0, 2, 3])
+def test_score_warns_of_responses_that_repeat_their_prompt(
+    num_repeating: int, chars: Any, jsonl: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most of four rows are three. The responses are scored as they are."""
+    chars.chat_template = None
+    rows = [
+        {"prompt": f"{i}?", "response": f"{i}? yes" if i < num_repeating else "yes"}
+        for i in range(4)
+    ]
+    given = GivenResponses(ResponseDataConfig(sources=(jsonl(rows),)), chars)
+    texts = [each.group.samples[0].text for each in given.take(0, 4)]
+    assert texts == [row["response"] for row in rows]
+    warnings = [r for r in caplog.records if "begin with their prompt" in r.getMessage()]
+    assert len(warnings) == (num_repeating == 3)

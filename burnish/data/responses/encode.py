@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from burnish.data.messages import as_messages
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
 from burnish.data.prompts.generation import COLUMNS_OF_EPISODES, OWN_COLUMNS
 from burnish.data.rendering import Tools
+from burnish.data.response_rows import num_repeating
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.rows import column, system_of, tools_column
 from burnish.data.sources import DataError, Row, Source
@@ -31,6 +33,8 @@ from burnish.data.stream import RowRef
 from burnish.transcript import CUT, Episode, FinishReason
 from burnish.types import Group, Prompt, Sample, TokenRow
 from burnish.vocabulary import num_tokens
+
+_log = logging.getLogger("burnish")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,16 @@ class GivenResponses(EncodedTable[GivenResponse]):
             config, encoder, limit=limit, problem_of=lambda item: problem_of(item.group.prompt)
         )
         check_label_key(config, self.sources)
+        for source in self.sources:
+            repeats, num = num_repeating(source, config, [config.response_key])
+            if 2 * repeats > num:
+                _log.warning(
+                    "data source %r: the responses of %d of the first %d rows begin with their "
+                    "prompt, which rewards then read twice (rm and preference strip it: "
+                    "repeated_prompt); remove it from the column %r if it is no part of the "
+                    "response",
+                    *(source.name, repeats, num, config.response_key),
+                )
         self.digest = encoder.digest.hexdigest()
         """Digest of all rows. A resumed run must have the same digest."""
         encoder.scanned = True

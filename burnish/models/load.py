@@ -8,6 +8,7 @@ reward models) are in ``value_head.py``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -509,6 +510,12 @@ def _tokenizer_from_pretrained(config: ModelConfig) -> PreTrainedTokenizerBase:
                 f"model.tokenizer_path={config.path} uses that of the base"
             ) from error
         raise problem from error
+    if not isinstance(tokenizer.added_tokens_decoder, Mapping):  # (a method of mistral-common's)
+        raise ModelError(
+            f"the tokenizer of {source} is a {type(tokenizer).__name__} (of tekken.json alone, "
+            "where mistral-common is installed), which has neither texts of tokens nor a Jinja "
+            "template; set model.tokenizer_path to a folder with tokenizer.json of the same model"
+        )
     if gguf:
         from tokenizers import pre_tokenizers
 

@@ -12,6 +12,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import (
     AutoConfig,
+    AutoTokenizer,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -192,6 +193,19 @@ def test_cuda_is_refused_on_a_machine_without_it(monkeypatch: pytest.MonkeyPatch
 def test_a_tokenizer_without_an_end_token_is_refused(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ModelError, match=r"no end-of-sequence token.*set model\.eos_token"):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_tokenizer_without_texts_of_tokens_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of mistral-common, which transformers makes of tekken.json, has methods instead."""
+
+    class Backend:
+        def added_tokens_decoder(self) -> None: ...
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: Backend())
+    with pytest.raises(ModelError, match=r"is a Backend .*tekken.json.*model.tokenizer_path"):
         load_tokenizer(ModelConfig(path=str(folder)))
 
 

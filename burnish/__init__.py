@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from burnish.driver.errors import Interrupted
     from burnish.jobs.run import RunResult, run
     from burnish.observe.report import build_report
+    from burnish.runs.folder import Run, load_run
 
 # bitsandbytes warns at import that optional matmul kernels from a hub are missing; it has others.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -24,20 +25,24 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Interrupted": "burnish.driver.errors",
+    "Run": "burnish.runs.folder",
     "RunResult": "burnish.jobs.run",
     "build_report": "burnish.observe.report",
     "export": "burnish.checkpoint.export",
     "load_config": "burnish.config.load",
+    "load_run": "burnish.runs.folder",
     "run": "burnish.jobs.run",
 }
 
 __all__ = [
     "Interrupted",
+    "Run",
     "RunResult",
     "__version__",
     "build_report",
     "export",
     "load_config",
+    "load_run",
     "run",
 ]
 

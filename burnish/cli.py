@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from burnish import __version__, cli_serve
+from burnish import __version__, cli_runs, cli_serve
 from burnish.cli_arguments import (
     Arguments,
     DryRun,
@@ -414,6 +414,8 @@ def plan(  # house: ok typer makes the options from the signature
         raise typer.Exit(4)
 
 
+app.command()(cli_runs.runs)
+app.command()(cli_runs.compare)
 app.command("serve-reward")(cli_serve.serve_reward)
 app.command()(cli_serve.serve)
 app.command()(cli_serve.chat)

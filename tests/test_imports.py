@@ -96,6 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     "sandbox": BASE,
     "environments": BASE | {"sandbox"},
     "observe": BASE,
+    "runs": BASE | {"observe"},
     "train": BASE | {"models", "checkpoint", "distributed", "optimizers"},
     "data": BASE | {"environments"},
     "checkpoint": BASE | {"models"},
@@ -119,7 +120,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 
-TOP = {"cli", "cli_arguments", "cli_errors", "cli_serve", "__main__", "__init__"}
+TOP = {"cli", "cli_arguments", "cli_errors", "cli_runs", "cli_serve", "__main__", "__init__"}
 
 ONLY_IN = {
     "ray": "runtime/ray/cluster.py",

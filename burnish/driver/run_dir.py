@@ -20,6 +20,7 @@ from burnish.driver.digests import CODE_FILE, DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import OOM_FILE
 from burnish.file_lock import WAIT_S, FileLock, holder_and_ways_out, lock_file, locked_output
+from burnish.observe.ending import END_FILE
 from burnish.observe.files import REPLAY_FILE, write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe
@@ -170,7 +171,7 @@ def _holds_something(folder: Path) -> bool:
     names = {p.name for p in folder.iterdir() if not any(fnmatchcase(p.name, h) for h in hidden)}
     metrics = folder / METRICS_FILE
     failed_at_start = metrics.is_file() and metrics.stat().st_size == 0
-    left = {LOCK_FILE, DATE_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE, CODE_FILE}
+    left = {LOCK_FILE, DATE_FILE, END_FILE, PLAN_FILE, OOM_FILE, DIGESTS_FILE, CODE_FILE}
     left |= {REFERENCE_FILE, f".{REFERENCE_FILE}.part"}
     if failed_at_start:
         left |= {METRICS_FILE, "config.yaml", "run.log", "timeline.json", REPLAY_FILE}

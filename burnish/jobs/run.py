@@ -22,6 +22,7 @@ from burnish.driver.errors import RunError, StoppedError
 from burnish.driver.memory_monitor import MemoryMonitor
 from burnish.driver.run_dir import date_of, locked_outputs, locked_run_dir
 from burnish.models.load import load_tokenizer
+from burnish.observe.ending import recorded_end
 from burnish.observe.progress import keeping_early_records
 from burnish.observe.timeline import Timeline
 from burnish.oom import is_out_of_memory
@@ -102,6 +103,8 @@ def run_checked(
     ):
         ranks = SINGLE if launched is None else launched.group
         run_dir = ranks.from_first(lambda: _folder(config, resume, lock))
+        if ranks.rank == 0:
+            lock.enter_context(recorded_end(run_dir))  # before the folder is unlocked
         fix_date(ranks.from_first(lambda: date_of(run_dir, resumed=resumed)))
         done = job.prepare(config, run_dir, resumed=resumed)
         if done is not None:

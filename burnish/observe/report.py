@@ -30,6 +30,7 @@ from plotly.offline import get_plotlyjs
 from burnish.errors import BurnishError
 from burnish.observe.errors import SavedRecipeError
 from burnish.observe.files import write_text
+from burnish.observe.headline import Headline, headlines, model_title
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import LOG_FILE, format_duration
 from burnish.observe.public_recipe import public_yaml, read_recipe
@@ -59,17 +60,6 @@ _JOBS = {
     "evaluate": "Evaluation",
     "generate": "Generation",
 }
-
-# (metric, label, is a fraction, metrics whose presence hides it)
-_HEADLINES: tuple[tuple[str, str, bool, tuple[str, ...]], ...] = (
-    ("eval/pass@1", "Held-out pass@1", True, ()),
-    ("reward/mean", "Mean reward", False, ()),
-    ("generate/kept_reward", "Mean reward of the rows", False, ()),
-    ("generate/margin", "Mean margin", False, ()),
-    ("eval/accuracy", "Held-out accuracy", True, ()),
-    ("eval/loss", "Held-out loss", False, ()),
-    ("train/loss", "Training loss", False, ("reward/mean", "eval/pass@1")),
-)
 
 
 class ReportError(BurnishError, ValueError):
@@ -118,7 +108,7 @@ def build_report(run_dir: Path) -> Path:
     samples = embed_samples(run_dir)
     job = str(config.get("job", "run"))
     page = _template().render(
-        title=_title(config, run_dir),
+        title=model_title(config, run_dir),
         job=_JOBS.get(job, job.capitalize()),
         facts=_facts(config, run_dir, metrics),
         tiles=_tiles(config, metrics, curves, total_s=timing[0].total_s if timing else None),
@@ -175,19 +165,6 @@ def _with_fewer_names(
     return reduced, [(text, 1)]
 
 
-def _title(config: Mapping[str, Any], run_dir: Path) -> str:
-    model = config.get("model")
-    if not isinstance(model, Mapping):
-        return run_dir.resolve().name
-    if model.get("path"):
-        return Path(str(model["path"])).name or str(model["path"])
-    scratch = model.get("scratch")
-    if isinstance(scratch, Mapping):
-        layers, width = scratch.get("num_layers", "?"), scratch.get("hidden_size", "?")
-        return f"From-scratch model, {layers} layers of width {width}"
-    return run_dir.resolve().name
-
-
 def _facts(
     config: Mapping[str, Any], run_dir: Path, metrics: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str]]:
@@ -222,11 +199,7 @@ def _tiles(
     *,
     total_s: float | None,
 ) -> list[Tile]:
-    tiles = [
-        _change(label, curves[name], percent)
-        for name, label, percent, unless in _HEADLINES
-        if name in curves and not any(other in curves for other in unless)
-    ][:2]
+    tiles = [_change(headline, curves[headline.metric]) for headline in headlines(curves)[:2]]
     tiles += _skipped_tile(curves)
     steps = [int(line["step"]) for line in metrics]
     if steps:
@@ -278,22 +251,15 @@ def _skipped_tile(curves: Mapping[str, Curve]) -> list[Tile]:
     return [Tile("Skipped steps", f"{sum(totals.values()):,.0f}", note)]
 
 
-def _change(label: str, curve: Curve, percent: bool) -> Tile:
+def _change(headline: Headline, curve: Curve) -> Tile:
     """Return a tile with the last value of a curve and its change since the first."""
-
-    def show(value: float) -> str:
-        if percent:
-            return f"{value:.1%}"
-        if abs(value) >= 1e9:
-            return f"{value:.3g}"
-        return f"{value:,.3f}" if abs(value) < 1000 else f"{value:,.0f}"
-
+    label, shown = headline.label, headline.shown
     if len(curve.values) == 1:
-        return Tile(label, show(curve.last), f"at step {curve.steps[0]:,}")
-    note = f"from {show(curve.first)} at step {curve.steps[0]:,}"
-    if percent:
-        note = f"{100 * (curve.last - curve.first):+.1f} points from {show(curve.first)}"
-    return Tile(label, show(curve.last), note, _spark(curve))
+        return Tile(label, shown(curve.last), f"at step {curve.steps[0]:,}")
+    note = f"from {shown(curve.first)} at step {curve.steps[0]:,}"
+    if headline.is_fraction:
+        note = f"{100 * (curve.last - curve.first):+.1f} points from {shown(curve.first)}"
+    return Tile(label, shown(curve.last), note, _spark(curve))
 
 
 def _spark(curve: Curve) -> str:

@@ -92,12 +92,18 @@ def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match["step"]), path) for match, path in matches if match and path.is_file())
 
 
+def split_of(path: Path) -> str:
+    """Return the split of a sample file."""
+    stem = path.stem.rpartition("_")[0]
+    return "train" if stem == _TRAIN_STEM else stem
+
+
 def samples_of_step(run_dir: Path, step: int) -> dict[str, Path]:
     """Return split -> file of a step's samples."""
     paths = (Path(run_dir) / SAMPLES_DIR).glob(f"*_{step:06d}.parquet")
-    stems = {path.stem.rpartition("_")[0]: path for path in paths}
-    train_first = sorted(stems, key=lambda stem: (stem != _TRAIN_STEM, stem))
-    return {"train" if stem == _TRAIN_STEM else stem: stems[stem] for stem in train_first}
+    by_split = {split_of(path): path for path in paths}
+    train_first = sorted(by_split, key=lambda split: (split != "train", split))
+    return {split: by_split[split] for split in train_first}
 
 
 def read_samples(run_dir: Path) -> list[dict[str, Any]]:

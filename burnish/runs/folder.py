@@ -1,0 +1,226 @@
+"""One run's folder as an object, and the run folders below a folder."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.errors import BurnishError
+from burnish.observe.ending import RunState, state_of
+from burnish.observe.errors import SavedRecipeError
+from burnish.observe.headline import Headline, headlines, model_title
+from burnish.observe.metrics import METRICS_FILE, read_metrics
+from burnish.observe.public_recipe import public_yaml, read_recipe
+from burnish.observe.samples import read_sample_file, sample_files, split_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CONFIG_FILE = "config.yaml"
+_DEPTH = 4
+"""Folders between a folder and the runs in it."""
+_INSIDE = frozenset(
+    {"checkpoints", "samples", "rollouts", "export", "parts", "wandb", "tensorboard"}
+)
+
+
+class RunFolderError(BurnishError, ValueError):
+    """A folder that contains no run, or a run that cannot be read."""
+
+
+def load_run(path: Path | str) -> Run:
+    """Return the run in a folder, running or ended. Its parts are read when they are asked for.
+
+    Raises RunFolderError if the folder has neither a recipe nor metrics.
+    """
+    folder = Path(path)
+    if not is_run(folder):
+        problem = "does not exist"
+        if folder.is_dir():
+            inside = [run.name for run in find_runs(folder)][:3]
+            known = f"; it contains runs, such as {', '.join(inside)}" if inside else ""
+            problem = f"has neither {CONFIG_FILE} nor {METRICS_FILE}{known}"
+        elif folder.exists():
+            problem = "is a file"
+        raise RunFolderError(
+            f"{folder} is not a run folder: it {problem}; give the folder that a job wrote "
+            "(run_dir in its recipe, printed when the job starts)"
+        )
+    return Run(folder)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder contains a recipe of a run, or metrics."""
+    return (folder / METRICS_FILE).is_file() or (folder / CONFIG_FILE).is_file()
+
+
+def find_runs(folder: Path | str) -> list[Run]:
+    """Return the runs in a folder and up to four folders below it, by path. A folder that cannot be
+    read is left out, and links are not followed."""
+    return [Run(path) for path in sorted(_run_folders(Path(folder), _DEPTH))]
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+        return
+    try:
+        inside = [p for p in folder.iterdir() if p.is_dir() and not p.is_symlink()]
+    except OSError:
+        return
+    for path in inside if depth > 0 else ():
+        if path.name not in _INSIDE and not path.name.startswith("."):
+            yield from _run_folders(path, depth - 1)
+
+
+class Run:
+    """A run and what its folder has: state, recipe, metrics, samples.
+
+    What was read is kept; :meth:`reload` reads a run again that still runs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
+
+    def reload(self) -> Run:
+        """Return the run with the present content of its folder."""
+        return Run(self.folder)
+
+    @cached_property
+    def state(self) -> RunState:
+        """Its state: it runs, or how it ended."""
+        return state_of(self.folder)
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe, as nested dictionaries; empty if the folder has none.
+
+        Raises RunFolderError if it cannot be read."""
+        return self._recipe[1]
+
+    @property
+    def recipe_text(self) -> str:
+        """The recipe as YAML, with ``***`` in place of secrets."""
+        text, tree = self._recipe
+        return public_yaml(tree, text)
+
+    @cached_property
+    def _recipe(self) -> tuple[str, dict[str, Any]]:
+        if not (self.folder / CONFIG_FILE).is_file():
+            return "", {}
+        try:
+            return read_recipe(self.folder)
+        except SavedRecipeError as error:
+            raise RunFolderError(str(error)) from error
+
+    @property
+    def job(self) -> str:
+        """The job: sft, rl, ..."""
+        return str(self.recipe.get("job", "run"))
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return model_title(self.recipe, self.folder)
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Lines of ``metrics.jsonl``. Raises RunFolderError if one in the middle is damaged."""
+        try:
+            return read_metrics(self.folder)
+        except ValueError as error:
+            raise RunFolderError(str(error)) from error
+
+    @property
+    def step(self) -> int | None:
+        """The last step with metrics; None before the first."""
+        return max((int(line["step"]) for line in self.lines), default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Time between the first and the last metrics."""
+        return float(self.lines[-1]["time"]) - float(self.lines[0]["time"]) if self.lines else 0.0
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """A row per step with metrics, a column per metric, and ``time`` (Unix seconds). NaN: not
+        measured in this step. If a step has several lines, the last value of each metric counts."""
+        import pandas as pd
+
+        steps: dict[int, dict[str, Any]] = {}
+        for line in self.lines:
+            steps.setdefault(int(line["step"]), {}).update(line)
+        frame = pd.DataFrame([steps[step] for step in sorted(steps)])
+        if frame.empty:
+            return pd.DataFrame(index=pd.Index([], name="step"))
+        return frame.set_index("step")
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """Return (steps, finite values) of a metric."""
+        pairs = [
+            (int(line["step"]), float(line[metric]))
+            for line in self.lines
+            if metric in line and math.isfinite(line[metric])
+        ]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    @property
+    def headline(self) -> Headline | None:
+        """The metric by which the run is judged; None if it has none of the usual ones."""
+        names = {name for line in self.lines for name in line}
+        return next((h for h in headlines(names) if self.curve(h.metric)[0]), None)
+
+    def samples(self, *, step: int | None = None, split: str | None = None) -> pd.DataFrame:
+        """Return the kept samples, of all steps or of one, and of all splits or of one (``train``,
+        ``eval``). ``reward_parts`` and ``episode`` are dictionaries.
+
+        Raises DataError if a file is damaged.
+        """
+        import pandas as pd
+
+        rows: list[dict[str, Any]] = []
+        for at, path in sample_files(self.folder):
+            if step not in (None, at) or split not in (None, split_of(path)):
+                continue
+            rows += read_sample_file(path)
+        for row in rows:
+            for column in ("reward_parts", "episode"):
+                row[column] = None if row[column] is None else json.loads(row[column])
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name}: {', '.join(filter(None, self._facts().values()))}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of facts, for notebooks."""
+        rows = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>"
+            for name, text in self._facts().items()
+            if text
+        )
+        return f"<table><caption>{html.escape(self.name)}</caption>{rows}</table>"
+
+    def _facts(self) -> Mapping[str, str]:
+        headline = self.headline
+        last = "" if headline is None else headline.shown(self.curve(headline.metric)[1][-1])
+        changed = self.state.changed
+        when = None if changed is None else datetime.fromtimestamp(changed)
+        return {
+            "job": self.job,
+            "model": self.model,
+            "state": self.state.kind + (f" ({self.state.reason})" if self.state.reason else ""),
+            "changed": "" if when is None else f"{when:%Y-%m-%d %H:%M}",
+            "step": "" if self.step is None else str(self.step),
+            headline.label if headline else "headline": last,
+        }

@@ -125,6 +125,29 @@ HOOKS = [
 ]
 
 
+@pytest.mark.parametrize("name", ["f", "Solution().f", "Solution.f", " Solution().f "])
+def test_the_function_to_test_may_be_a_method(scores: Scores, name: str) -> None:
+    """LeetCodeDataset names methods as ``Solution().f``."""
+    check = "def check(candidate):\n    assert candidate(x=7) == 21"
+    labels: list[Any] = [{"source": check, "entry_point": name}]
+    labels += [{"inputs": [[7]], "outputs": [21], "fn_name": name.strip()}]
+    for function, expected in (("x * 3", 1.0), ("x", 0.0)):
+        code = f"class Solution:\n    def f(self, x): return {function}"
+        assert scores(code, labels) == [expected] * 2
+        assert scores(code.replace("Solution", "Other"), labels) == [0] * 2
+    plain = [float(name == "f")] * 2
+    assert scores(RIGHT, labels) == plain and scores(WRONG, labels) == [0] * 2
+
+
+def test_an_entry_point_that_names_no_function_is_refused_if_it_is_used() -> None:
+    check = "def check(candidate):\n    assert candidate(7) == 21"
+    for name in ("no such", "Solution(1).f", "f()", "a.b.c"):
+        with pytest.raises(LabelError, match="names no function"):
+            read_tests({"source": check, "entry_point": name})
+        assert read_tests("assert f(7) == 21", name)["name"] is None
+    assert read_tests(check, "")["name"] is None
+
+
 @pytest.mark.parametrize("code", [RIGHT, WRONG, "x = 1"], ids=["right", "wrong", "no function"])
 def test_hooks_of_pytest_and_unittest_prepare_the_tests(scores: Scores, code: str) -> None:
     assert [score == 1 for score in scores(code, HOOKS)] == [code == RIGHT] * len(HOOKS)

@@ -258,15 +258,22 @@ class Judge:
     def check_call(self, name: str, arguments: Sequence[Any], results: Sequence[Any]) -> None:
         """Call the function ``name`` and compare its result with those that pass, as JSON, the form
         of the tests."""
-        function = self.names().get(name)
-        if function is None and "Solution" in self.names():
-            made = self.names()["Solution"]()
-            if is_remote(made):
-                function = getattr(made, name)  # house: ok a test's name
-        if not callable(function):
-            raise AssertionError("there is no function " + name)
+        function = self.function(name)
         if as_json(function(*arguments)) not in map(as_json, results):
             raise AssertionError("wrong result")
+
+    def function(self, name: str) -> Any:
+        """Return the function ``name`` of the code, or else this method of a new ``Solution``;
+        ``Class().name`` and ``Class.name`` are a method of a new ``Class``."""
+        kind, _, method = name.replace("()", "").rpartition(".")
+        function = None if kind else self.names().get(method)
+        if function is None and (kind or "Solution") in self.names():
+            made = self.names()[kind or "Solution"]()
+            if is_remote(made):
+                function = getattr(made, method)  # house: ok a test's name
+        if not callable(function):
+            raise AssertionError("there is no function " + name)
+        return function
 
     def names(self) -> dict[str, Any]:
         """Return the names that the code defines, from a process that is alive."""
@@ -468,9 +475,7 @@ class SourceTests:
         names = self.judge.names()
         functions = [n for n, v in names.items() if is_remote(v) and not is_error_class(v)]
         name = self.name or next(reversed(functions), None)
-        if name not in names:
-            raise AssertionError("there is no function " + str(name))
-        return names[name]
+        return self.judge.function(str(name))
 
     def call_method(self, name: str, method: str, is_last: bool) -> None:
         """Run a test of a class, of unittest or a plain one. ``is_last``: of its class."""

@@ -32,6 +32,8 @@ PATCHABLE = (
     *("builtins.input", "builtins.print", "builtins.open", "sys.stdin", "sys.stdout", "sys.stderr"),
 )
 """Targets of ``unittest.mock.patch`` that reach the code."""
+_NAME = Form(r"(?:[A-Za-z_]\w*(?:\(\))?\.)?[A-Za-z_]\w*")
+"""A function, or a method of a class (``Solution().f``)."""
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _UNSENDABLE = {
     "logging.getLogger": "a logger",
@@ -146,7 +148,15 @@ def _source(text: str, entry_point: Any) -> dict[str, Any]:
             f'{problem}; the code runs in another process (docs/rewards.md, "Tests that cannot '
             'work"); change the tests, or leave the row out'
         )
-    return {"source": text, "name": entry_point if isinstance(entry_point, str) else None}
+    name = entry_point.strip() if isinstance(entry_point, str) else ""
+    if name and not _NAME.fullmatch(name):
+        if "candidate" in text or "def check" in text:
+            raise LabelError(
+                f"has the entry_point {entry_point!r:.60}, which names no function; write f, or "
+                "Solution().f for a method"
+            )
+        name = ""
+    return {"source": text, "name": name or None}
 
 
 @functools.lru_cache(maxsize=4096)

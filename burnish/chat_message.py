@@ -42,6 +42,8 @@ template writes texts in channels, so that no content has this order."""
 USUAL_ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Canonical roles, which chat templates render without naming all of them."""
 
+_RESPONSES = "tool_responses"
+"""Key of Gemma 4's own form."""
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _MEDIA = ("image", "images", "audio", "video", "videos", "file", "files")
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
@@ -80,6 +82,12 @@ def canonical(message: Any) -> dict[str, Any]:
         if content:
             raise MessageError("a message has `content` and `refusal`, which differ; keep one")
         content = refusal
+    if rest.get(_RESPONSES):
+        raise MessageError(
+            f"a message has `{_RESPONSES}`, results of tools inside an answer, which would be "
+            'trained as a part of it; write each result as a message {"role": "tool", "content": '
+            "...} behind the call, and what follows as an answer of its own"
+        )
     if content is None and not (calls or reasoning):
         raise MessageError(f"a chat message has no `content`: {_short(message)}")
     result: dict[str, Any] = {"role": role, "content": "" if content is None else text_of(content)}

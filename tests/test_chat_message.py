@@ -250,3 +250,12 @@ def test_a_flat_tool_has_no_strict_as_in_a_request_of_the_responses_api() -> Non
     assert wrapped_tool(flat) == nested
     kept = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     assert wrapped_tool(kept) == kept
+
+
+def test_results_of_tools_inside_an_answer_are_refused() -> None:
+    """Gemma 4's own form: they would be trained."""
+    call = {"function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "1", "tool_calls": [call]}
+    with pytest.raises(DataError, match="has `tool_responses`"):
+        as_messages([USER, {**answer, "tool_responses": [{"name": "f", "response": {}}]}])
+    assert as_messages([USER, {**answer, "tool_responses": []}])

@@ -32,6 +32,8 @@ from burnish.agents.conversation import (
     tool_call,
 )
 from burnish.agents.reading import (
+    MAX_UNREAD,
+    NO_INFLUENCE,
     Json,
     Parameter,
     checked_body,
@@ -51,7 +53,19 @@ from burnish.agents.writing import (
     shown,
     token_logprobs,
 )
+from burnish.chat_message import REASONING
 
+_LONGEST_KEY = 60
+"""Characters of a key that a header names."""
+_MESSAGE_KEYS = frozenset(
+    {
+        *("role", "content", "refusal", "tool_calls", "tool_call_id", "name", "function_call"),
+        *("annotations", "id", "index", "type", "status", "finish_reason"),
+        *REASONING,
+    }
+)
+"""Keys of messages that are read, and those that clients keep of a reply and that say nothing of
+its text."""
 MAX_N = 128
 """Maximum responses of one call."""
 _MAX_TOKEN_ID = 2**31 - 1
@@ -159,6 +173,7 @@ class ChatCompletions:
             ignored=(
                 *ignored_parameters(root, _NO_EFFECT),
                 *["strict"] * strict,  # arguments constrained to the schema of a tool
+                *_unread_keys(root.need("messages")),
                 *unread_parameters(root),
             ),
         )
@@ -274,11 +289,20 @@ def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:
     return conversation.finish(node.path)
 
 
+def _unread_keys(messages: Json) -> list[str]:
+    """Return ``messages.KEY`` for each key of messages that nothing reads. The templates of some
+    families read keys of their own, which rows of data pass to them."""
+    keys = {key for each in messages.items() for key, value in each.mapping().items() if value}
+    unread = sorted(keys - _MESSAGE_KEYS - NO_INFLUENCE)
+    usable = [key for key in unread if key.isidentifier() and len(key) <= _LONGEST_KEY][:MAX_UNREAD]
+    return [f"messages.{key}" for key in usable] + ["other"] * (len(usable) < len(unread))
+
+
 def _read_message(node: Json) -> dict[str, Any]:
     role = node.need("role").one_of(_ROLES)
     if role == "assistant":
         content = node.read("content", lambda content: joined_text(content, _TEXT), "")
-        reasoning = node.get("reasoning_content") or node.get("reasoning")
+        reasoning = next(filter(None, map(node.get, REASONING)), None)
         calls = node.read("tool_calls", Json.items, [])
         return assistant_message(
             content or node.read("refusal", Json.text, ""),

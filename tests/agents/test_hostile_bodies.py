@@ -406,3 +406,15 @@ def test_neutral_values_and_unknown_fields_are_accepted() -> None:
     config = {"output_config": {"format": {"type": "json_schema"}}}
     call = MESSAGES.read({**chat_body(**config), "max_tokens": 1}, max_messages=1)
     assert list(call.unsupported) == ["output_config.format"]
+
+
+def test_unread_keys_of_messages_are_named_and_each_key_of_reasoning_is_read() -> None:
+    messages = [
+        {"role": "system", "content": "x", "functions": "[f]", "cache_control": {"type": "e"}},
+        {"role": "assistant", "content": "y", "thinking": "t", "annotations": [1], "audio": None},
+        {"role": "user", "content": "z", "bad key": 1, "details": {"a": 1}},
+    ]
+    body = {**BODIES["/v1/chat/completions"], "messages": messages}
+    call = DIALECTS["/v1/chat/completions"].read(body, max_messages=9)
+    assert call.messages[1]["reasoning_content"] == "t"
+    assert call.ignored == ("messages.details", "messages.functions", "other")

@@ -92,6 +92,13 @@ def check_rendering(
     _note_ignored(habits, messages, template)
 
 
+def renders_tools(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> bool:
+    """Return whether the chat template shows descriptions of tools to the model."""
+    question = [{"role": "user", "content": "Go."}]
+    left_out = _fields_left_out(tokenizer, question, tools, habits_of(tokenizer, tools).tags)
+    return all(field != "tools" for field, _ in left_out)
+
+
 def _left_out_error(field: Field, role: str, system_prompt: str | None, tags: Tags) -> DataError:
     if field == "tool calls":
         return DataError(

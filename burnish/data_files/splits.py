@@ -48,6 +48,7 @@ def splits_of(files: Sequence[Path], folder: Path) -> Splits:
         by_split.setdefault(_split_of(file, folder), []).append(file)
     others = [name for name in ("validation", "test") if name in by_split]
     if not others or len(by_split) == 1:
+        _check_sharded(files, folder)
         return Splits(tuple(files))
     left_out = tuple(file for name in others for file in by_split[name])
     train, unnamed = by_split.get("train", []), by_split.get("", [])
@@ -70,6 +71,23 @@ def splits_of(files: Sequence[Path], folder: Path) -> Splits:
         f"{folder} has files of several splits, such as {_listed(examples)}, and {why}; select "
         f"the files of one split with a glob such as {chosen.parent / pattern}"
     )
+
+
+def _check_sharded(files: Sequence[Path], folder: Path) -> None:
+    """Raise FilesError if files in one folder are parts of several splits, whose names are in no
+    list (``raw-00000-of-00001.parquet``)."""
+    first: dict[tuple[Path, str], Path] = {}
+    for file in files:
+        if _SHARD.search(_stem(file)):
+            first.setdefault((file.parent, _SHARD.sub("", _stem(file))), file)
+    for (parent, name), file in first.items():
+        others = [other for place, other in first if place == parent and other != name]
+        if others:
+            pattern = file.parent / f"{name}-*{file.name.removeprefix(_stem(file))}"
+            raise FilesError(
+                f"{folder} has files of several splits ({', '.join([name, *others])}), such as "
+                f"{file}; select one with a glob such as {pattern}, or list several as sources"
+            )
 
 
 def left_out_line(splits: Splits) -> str:

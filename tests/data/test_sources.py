@@ -432,6 +432,9 @@ SPLITS = [
         [f"{name}-00000-of-00001" for name in ("train_sft", "train_gen", "test_sft")],
         r"\(train_gen, train_sft\)",
     ),
+    ("", ["raw-00000-of-00001", "filtered-00000-of-00001"], r"\(filtered, raw\).*filtered-\*"),
+    ("raw-*", ["raw-00000-of-00001", "filtered-00000-of-00001"], [0]),
+    ("**/*", ["a/x-00000-of-00001", "b/y-00000-of-00001"], [0, 1]),
 ]
 
 
@@ -457,7 +460,7 @@ def test_test_and_validation_files_of_a_folder_are_not_trained(
     assert list(dict.fromkeys(files)) == [str(folder / f"{names[i]}.jsonl") for i in read]
     left_out = [name for i, name in enumerate(names) if i not in read and ".md" not in name]
     advice = FileSource(path=place).warnings()
-    splits = pattern != "test*" and left_out
+    splits = pattern not in ("test*", "raw-*") and left_out
     assert len(advice) == bool(splits) and all(name in advice[0] for name in splits or ())
 
 

@@ -371,6 +371,21 @@ def test_reasoning_that_the_template_of_a_reward_model_leaves_out_is_logged_once
     ]
 
 
+def test_tools_that_the_template_of_a_reward_model_leaves_out_are_logged_once(
+    own: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode = RowEncoder(own, "rm")
+    question = [{"role": "user", "content": "a?"}]
+    plain = encode.of_messages(question, "b")
+    assert not caplog.records
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for _ in range(2):
+        assert encode.of_messages(question, "b", tools=[tool]) == plain
+    assert [r.getMessage().split(",")[0] for r in caplog.records] == [
+        "reward 'rm': its chat template does not render tools"
+    ]
+
+
 def test_an_answer_has_its_form_if_the_history_is_rendered_in_another() -> None:
     """gpt-oss leaves out the reasoning of a call once the final answer follows, so that no row has
     both. The prompt is the one of generation, and the answer has its channels."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.chat_message import REASONING, with_cut_end
 from burnish.data.chat import encode_completion, encode_conversation, encode_prompt, end_texts
 from burnish.data.decoding import response_text, tokens_within
-from burnish.data.left_out import Field
+from burnish.data.left_out import Field, renders_tools
 from burnish.data.pieces import encode_piece
 from burnish.data.rendering import Tools, habits_of, tags_of
 from burnish.data.sources import DataError
@@ -304,6 +304,7 @@ class RowEncoder:
         self.tokenizer, self.name, self.continues = tokenizer, name, continues
         self.text_of = text_of
         self._warned = self._warned_of_answers = self._warned_of_reasoning = False
+        self._warned_of_tools = False
 
     def check(self) -> None:
         """Raise RewardError if the chat template cannot write a plain answer to a question."""
@@ -367,6 +368,7 @@ class RowEncoder:
         problem: DataError | None = None
         answer: Mapping[str, Any] | None = None
         has_tags = False
+        self._warn_of_tools(tools)
         if not self.continues:
             answer = message or {"role": "assistant", "content": text}
             self._warn_of_reasoning(answer, tools)
@@ -408,6 +410,16 @@ class RowEncoder:
             return self._encoded([_QUESTION, answer], tools=tools, ended=ended)[1]
         except DataError:
             return None
+
+    def _warn_of_tools(self, tools: Tools) -> None:
+        if tools and not self._warned_of_tools and not renders_tools(self.tokenizer, tools):
+            self._warned_of_tools = True
+            log.warning(
+                "reward %r: its chat template does not render tools, so it scores answers without "
+                "those that the policy was offered; set its model.chat_template to the template "
+                "that it was trained with, if that one does",
+                self.name,
+            )
 
     def _warn_of_reasoning(self, answer: Mapping[str, Any], tools: Tools) -> None:
         if self._warned_of_reasoning or REASONING[0] not in answer:

@@ -85,9 +85,7 @@ class LoraConfig(Node):
     the first update. (rl and preference disable dropout of the model's own config.)"""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Modules that get an adapter, or ``all-linear``: every linear layer except the output head.
-    Embeddings and the output head can be named if they are not tied. An adapter of a layer whose
-    weight a model reads without calling the layer (Jamba: ``dt_proj``) has no effect in a run, but
-    a merge applies it, as in peft."""
+    Embeddings and the output head can be named if they are not tied."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that are trained completely, in a copy next to the frozen original, such as
     ``[embed_tokens, lm_head]``. They must not be tied."""

@@ -160,24 +160,35 @@ def holder_of(path: Path) -> tuple[int, str] | None:
     """Return (process, host) of a lock that is held, without waiting and without a write; None if
     the file ``path`` is missing, or no process of this host has its lock.
 
-    The lock of another host may be invisible here (a copied folder, a file system without locks),
-    so its file counts as held.
+    The lock of another host may be invisible here (a copied folder), so its file counts as held. On
+    a file system without locks, the process that the file names is looked for.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
+    match, here, is_free = None, socket.gethostname(), True
     try:
-        holder = _HOLDER.fullmatch(os.pread(descriptor, 512, 0).decode(errors="replace"))
+        match = _HOLDER.fullmatch(os.pread(descriptor, 512, 0).decode(errors="replace"))
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return (int(holder[1]), holder[2]) if holder else (0, socket.gethostname())
-    except OSError:
-        return None
+        is_free = False
+    except OSError as error:
+        is_free = error.errno not in _NO_LOCKS or match is None or not _is_alive(int(match[1]))
     finally:
         os.close(descriptor)
-    is_here = holder is None or holder[2] == socket.gethostname()
-    return None if is_here or holder is None else (int(holder[1]), holder[2])
+    holder = (int(match[1]), str(match[2])) if match else (0, here)
+    return None if is_free and holder[1] == here else holder
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def holder_and_ways_out(path: Path) -> tuple[str, str, str]:

@@ -192,17 +192,18 @@ class ChatTemplate:
         mark: str,
         after: str,
     ) -> str:
-        """Return the text behind an answer with the text ``mark`` in the conversation, if it only
-        begins the next answer otherwise than ``after``, the text in a short one. Else return
-        ``after``: templates also write earlier messages there (Mistral's the system message)."""
+        """Return ``after``, the text behind an answer with the text ``mark`` in a short
+        conversation, with the beginning of the next answer that the template writes in the real
+        one. Other differences stay out: templates also write earlier messages there (Mistral's the
+        system message)."""
         with suppress(DataError):
             full = self.text([*earlier, *behind], tools, generate=True)
-            found = full.rpartition(mark)[2]
-            if mark not in full or found == after:
+            if mark not in full or full.rpartition(mark)[2] == after:
                 return after
+            without = self.text([*earlier, *behind], tools, generate=False)
             short = self.text([user("Go."), *behind], tools, generate=False).rpartition(mark)[2]
-            if found.startswith(short) and after.startswith(short):
-                return found
+            begin = full[common_length(full, without) :]
+            return after[: common_length(after, short)] + begin
         return after
 
     def _check_places(

@@ -17,6 +17,7 @@ from burnish.file_lock import holder_of
 from burnish.observe.files import write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.progress import LOG_FILE
+from burnish.secret import without_secrets
 from burnish.small_files import read_small
 
 END_FILE = "end.json"
@@ -24,6 +25,8 @@ _FINISHED, _STOPPED, _FAILED = "finished", "stopped", "failed"
 _SILENT_S = 600.0
 """Seconds without a line in metrics or log after which a run of another host counts as silent."""
 _LONGEST = 500
+_END_OF_TIME = 2.0**36
+"""Upper bound of times, in seconds. datetime cannot represent times beyond it."""
 
 Kind = Literal["running", "silent", "finished", "stopped", "failed", "died", "ended"]
 """silent: a process of another host has the folder, and nothing was written for ten minutes. died:
@@ -59,7 +62,8 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
 def _write(run_dir: Path, kind: str, error: BaseException | None) -> None:
     first = next(iter(str(error or "").strip().splitlines()), "")
     reason = first if isinstance(error, BurnishError) else f"{type(error).__name__}: {first}"
-    record = {"kind": kind, "reason": "" if error is None else reason[:_LONGEST]}
+    shown = "" if error is None else without_secrets(reason)[:_LONGEST]
+    record = {"kind": kind, "reason": shown}
     with suppress(OSError):  # (a folder that was removed, a full disk: the error itself is raised)
         write_text(run_dir / END_FILE, json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
 
@@ -95,7 +99,9 @@ def _read(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / END_FILE
     try:
         record = json.loads(read_small(path))
-        float(record["time"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        is_time = 0 <= float(record["time"]) < _END_OF_TIME
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return None
+    if not is_time:
         return None
     return record if record.get("kind") in (_FINISHED, _STOPPED, _FAILED) else None

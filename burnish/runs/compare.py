@@ -25,12 +25,15 @@ class MetricRow:
 
 def recipe_difference(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
     """Return key -> its value in each run, for the keys of recipes that differ, in the order of the
-    recipe. Lists are values. Raises RunFolderError if a recipe cannot be read."""
-    flat = [dict(_flat(run.recipe)) for run in runs]
-    keys = dict.fromkeys(key for values in flat for key in values)
-    table = {key: tuple(values.get(key, _MISSING) for values in flat) for key in keys}
+    recipe. Lists are values, and secrets are ``***``. Raises RunFolderError if a recipe cannot be
+    read."""
+    saved = [dict(_flat(run.saved[1])) for run in runs]
+    public = [dict(_flat(run.recipe)) for run in runs]
+    keys = dict.fromkeys(key for values in saved for key in values)
     return {
-        key: values for key, values in table.items() if len(set(values)) > 1 and key not in _PLACES
+        key: tuple(values.get(key, _MISSING) for values in public)
+        for key in keys
+        if key not in _PLACES and len({values.get(key, _MISSING) for values in saved}) > 1
     }
 
 

@@ -18,6 +18,7 @@ from burnish.observe.headline import Headline, headlines, model_title
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.public_recipe import public_yaml, read_recipe
 from burnish.observe.samples import read_sample_file, sample_files, split_of
+from burnish.secret import without_secret_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +41,11 @@ def load_run(path: Path | str) -> Run:
     Raises RunFolderError if the folder has neither a recipe nor metrics.
     """
     folder = Path(path)
-    if not is_run(folder):
+    try:
+        found = is_run(folder)
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
+    if not found:
         problem = "does not exist"
         if folder.is_dir():
             inside = [run.name for run in find_runs(folder)][:3]
@@ -56,7 +61,8 @@ def load_run(path: Path | str) -> Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder contains a recipe of a run, or metrics."""
+    """Return whether a folder contains a recipe of a run, or metrics. Raises OSError if it cannot
+    be entered."""
     return (folder / METRICS_FILE).is_file() or (folder / CONFIG_FILE).is_file()
 
 
@@ -67,10 +73,10 @@ def find_runs(folder: Path | str) -> list[Run]:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    if is_run(folder):
-        yield folder
-        return
     try:
+        if is_run(folder):
+            yield folder
+            return
         inside = [p for p in folder.iterdir() if p.is_dir() and not p.is_symlink()]
     except OSError:
         return
@@ -104,19 +110,20 @@ class Run:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe, as nested dictionaries; empty if the folder has none.
-
-        Raises RunFolderError if it cannot be read."""
-        return self._recipe[1]
+        """The resolved recipe, as nested dictionaries with ``***`` in place of secrets; empty if
+        the folder has none. Raises RunFolderError if it cannot be read."""
+        public: dict[str, Any] = without_secret_values(self.saved[1])
+        return public
 
     @property
     def recipe_text(self) -> str:
         """The recipe as YAML, with ``***`` in place of secrets."""
-        text, tree = self._recipe
+        text, tree = self.saved
         return public_yaml(tree, text)
 
     @cached_property
-    def _recipe(self) -> tuple[str, dict[str, Any]]:
+    def saved(self) -> tuple[str, dict[str, Any]]:
+        """The recipe with its secrets, as text and as nested dictionaries."""
         if not (self.folder / CONFIG_FILE).is_file():
             return "", {}
         try:
@@ -139,7 +146,7 @@ class Run:
         """Lines of ``metrics.jsonl``. Raises RunFolderError if one in the middle is damaged."""
         try:
             return read_metrics(self.folder)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise RunFolderError(str(error)) from error
 
     @property

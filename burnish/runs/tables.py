@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -47,6 +49,8 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
 def console() -> Console:
     """Return the console for tables: wide where no terminal limits it."""
     made = Console()
+    if "utf" not in made.encoding.lower() and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     return made if made.is_terminal else Console(width=_WIDE)
 
 

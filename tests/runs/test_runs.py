@@ -3,6 +3,7 @@ commands that list and compare runs."""
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -144,6 +145,36 @@ def test_recipes_differ_in_the_keys_that_differ(make_run: MakeRun) -> None:
     (row,) = metric_rows(runs)
     assert row.metric == "reward/mean" and row.values == ((0.5, 0.25, 0.5), (1.0, 1.0, 1.0))
     assert metric_rows(runs, ["eval/*"]) == []
+
+
+def test_secrets_that_differ_are_named_but_not_shown(make_run: MakeRun) -> None:
+    runs = [
+        load_run(make_run(name, observe={"wandb": {"api_key": f"hunter-{name}"}})) for name in "ab"
+    ]
+    assert recipe_difference(runs) == {"observe.wandb.api_key": ("***", "***")}
+    assert "hunter" not in str(runs[0].recipe) + runs[0].recipe_text
+
+
+@pytest.mark.parametrize("end", ["NaN", "1e300", "-1", '"x"', "[]"])
+def test_a_damaged_end_is_none(make_run: MakeRun, end: str) -> None:
+    folder = make_run("a")
+    (folder / END_FILE).write_text(f'{{"kind": "finished", "reason": "", "time": {end}}}')
+    assert state_of(folder).kind == "ended"
+
+
+def test_without_locks_the_process_is_looked_for(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, host = make_run("a"), socket.gethostname()
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for process, kind in ((os.getpid(), "running"), (2**22 + 1, "died")):
+        text = f"process {process} on host {host} since 2026-01-01T00:00:00+00:00\n"
+        (folder / LOCK_FILE).write_text(text)
+        assert state_of(folder).kind == kind
 
 
 def test_runs_are_found_below_a_folder_but_not_in_runs(make_run: MakeRun, tmp_path: Path) -> None:

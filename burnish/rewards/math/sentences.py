@@ -39,10 +39,15 @@ _DENIES = Pattern(
 )
 """Words behind a value that deny it, or name others (more, fewer, all but it)."""
 _CHOICE = r"(?:\\(?:text|math)(?:bf|rm)?\{)?\(?[A-J]\)?\}?"
-_COPULA = Form(r"(?:입니다|이다|이에요|예요|です|だ|である)[!！~～]{0,9}")
+_COPULA = Form(
+    r"(?:입니다|이다|임|다|이에요|예요|에요|이 ?됩니다|이 ?맞습니다"
+    r"|です(?:ね|よ)?|でした|でしょう|だ(?:よ|ね)?|である|に?なります|となる|となります|だと思います"
+    r"|吧|呢|哦|啊)[!！~～]{0,9}"
+)
 """Words behind a value that add nothing to it."""
+_CHOICES = Form(rf"{_CHOICE}(?:[\s,、和]{{0,3}}{_CHOICE}){{0,9}}")
 _VALUES = (
-    Form(rf"{_CHOICE}(?:[\s,、和]{{0,3}}{_CHOICE}){{0,9}}"),
+    _CHOICES,
     Form(r"(?!非)[^\W\d_a-zA-Z]{1,20}"),  # one word of another script
     Form(r"[\[({].{0,80}[\])}]"),  # a set, an interval, a point
 )
@@ -95,5 +100,5 @@ def _behind(text: str, mark: Match) -> str:
         return value
     plain = value.strip("*_$")
     is_part = plain != value and words is not None and not _COPULA.fullmatch(words["words"])
-    is_value = not is_part and any(form.fullmatch(plain) for form in _VALUES)
-    return plain if is_value else ""
+    forms = (_CHOICES,) if is_part else _VALUES
+    return plain if any(form.fullmatch(plain) for form in forms) else ""

@@ -474,8 +474,8 @@ class SourceTests:
         """Return the function to test."""
         names = self.judge.names()
         functions = [n for n, v in names.items() if is_remote(v) and not is_error_class(v)]
-        name = self.name or next(reversed(functions), None)
-        return self.judge.function(str(name))
+        name = str(self.name or next(reversed(functions), None))
+        return names[name] if name in names else self.judge.function(name)
 
     def call_method(self, name: str, method: str, is_last: bool) -> None:
         """Run a test of a class, of unittest or a plain one. ``is_last``: of its class."""

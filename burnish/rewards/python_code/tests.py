@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from burnish.model_text import DOTALL, IGNORECASE, Form
+from burnish.model_text import DOTALL, IGNORECASE, Form, Pattern
 from burnish.reasoning_tags import after_reasoning
 from burnish.rewards.labels import LabelError
 
@@ -32,7 +32,8 @@ PATCHABLE = (
     *("builtins.input", "builtins.print", "builtins.open", "sys.stdin", "sys.stdout", "sys.stderr"),
 )
 """Targets of ``unittest.mock.patch`` that reach the code."""
-_NAME = Form(r"(?:[A-Za-z_]\w*(?:\(\))?\.)?[A-Za-z_]\w*")
+_NAME = Form(r"(?:[^\W\d]\w*(?:\(\))?\.)?[^\W\d]\w*")
+_USES_CANDIDATE = Pattern(r"\bcandidate\b|\bdef check\b")
 """A function, or a method of a class (``Solution().f``)."""
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _UNSENDABLE = {
@@ -148,9 +149,9 @@ def _source(text: str, entry_point: Any) -> dict[str, Any]:
             f'{problem}; the code runs in another process (docs/rewards.md, "Tests that cannot '
             'work"); change the tests, or leave the row out'
         )
-    name = entry_point.strip() if isinstance(entry_point, str) else ""
+    name = entry_point.strip().removesuffix("()") if isinstance(entry_point, str) else ""
     if name and not _NAME.fullmatch(name):
-        if "candidate" in text or "def check" in text:
+        if _USES_CANDIDATE.search(text):
             raise LabelError(
                 f"has the entry_point {entry_point!r:.60}, which names no function; write f, or "
                 "Solution().f for a method"

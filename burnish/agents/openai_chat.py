@@ -302,11 +302,11 @@ def _read_message(node: Json) -> dict[str, Any]:
     role = node.need("role").one_of(_ROLES)
     if role == "assistant":
         content = node.read("content", lambda content: joined_text(content, _TEXT), "")
-        reasoning = next(filter(None, map(node.get, REASONING)), None)
+        reasoning = _reasoning(node)
         calls = node.read("tool_calls", Json.items, [])
         return assistant_message(
             content or node.read("refusal", Json.text, ""),
-            reasoning.text() if reasoning else "",
+            reasoning,
             [_read_call(call) for call in calls],
         )
     message = {
@@ -318,6 +318,18 @@ def _read_message(node: Json) -> dict[str, Any]:
     if name := node.read("name", Json.text, ""):
         message["name"] = name
     return message
+
+
+def _reasoning(node: Json) -> str:
+    """Return the reasoning of an answer: the first of its keys with a text. In other APIs,
+    ``thinking`` is a setting."""
+    values = [node.get(key) for key in REASONING]
+    texts = [
+        value.text()
+        for key, value in zip(REASONING, values, strict=True)
+        if value is not None and (key != "thinking" or isinstance(value.value, str))
+    ]
+    return next(filter(None, texts), "")
 
 
 def _read_call(node: Json) -> dict[str, Any]:

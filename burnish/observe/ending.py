@@ -46,26 +46,34 @@ class RunState:
 
 @contextmanager
 def recorded_end(run_dir: Path) -> Iterator[None]:
-    """Write how the block ended to the file ``end.json``, which is removed at its beginning."""
+    """Write how the block ended to the file ``end.json``, which is removed at its beginning. If
+    the block fails and no metrics were written (a refused resume), the earlier record stays."""
+    earlier, metrics = _read(run_dir), _changed(run_dir / METRICS_FILE)
     (run_dir / END_FILE).unlink(missing_ok=True)
     try:
         yield
     except BaseException as error:
+        if earlier is not None and metrics == _changed(run_dir / METRICS_FILE):
+            _write(run_dir, earlier)
+            raise
         # An error with an exit code of its own ends a run on purpose (a signal, a stopped run).
         code = getattr(error, "exit_code", 2)  # house: ok errors of other modules may have one
         is_stop = not isinstance(error, Exception) or code not in (1, 2)
-        _write(run_dir, _STOPPED if is_stop else _FAILED, error)
+        _write(run_dir, _record(_STOPPED if is_stop else _FAILED, error))
         raise
-    _write(run_dir, _FINISHED, None)
+    _write(run_dir, _record(_FINISHED, None))
 
 
-def _write(run_dir: Path, kind: str, error: BaseException | None) -> None:
+def _record(kind: str, error: BaseException | None) -> dict[str, Any]:
     first = next(iter(str(error or "").strip().splitlines()), "")
     reason = first if isinstance(error, BurnishError) else f"{type(error).__name__}: {first}"
     shown = "" if error is None else without_secrets(reason)[:_LONGEST]
-    record = {"kind": kind, "reason": shown}
+    return {"kind": kind, "reason": shown, "time": round(time.time(), 3)}
+
+
+def _write(run_dir: Path, record: dict[str, Any]) -> None:
     with suppress(OSError):  # (a folder that was removed, a full disk: the error itself is raised)
-        write_text(run_dir / END_FILE, json.dumps({**record, "time": round(time.time(), 3)}) + "\n")
+        write_text(run_dir / END_FILE, json.dumps(record) + "\n")
 
 
 def state_of(run_dir: Path) -> RunState:

@@ -411,7 +411,8 @@ def test_neutral_values_and_unknown_fields_are_accepted() -> None:
 def test_unread_keys_of_messages_are_named_and_each_key_of_reasoning_is_read() -> None:
     messages = [
         {"role": "system", "content": "x", "functions": "[f]", "cache_control": {"type": "e"}},
-        {"role": "assistant", "content": "y", "thinking": "t", "annotations": [1], "audio": None},
+        {"role": "assistant", "content": "y", "thinking": "t", "reasoning_content": ""},
+        {"role": "assistant", "content": "y", "thinking": {"a": 1}, "annotations": [1]},
         {"role": "user", "content": "z", "bad key": 1, "details": {"a": 1}},
     ]
     body = {**BODIES["/v1/chat/completions"], "messages": messages}

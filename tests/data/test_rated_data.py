@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config import load_config
@@ -164,3 +165,10 @@ def test_an_integer_label_is_never_the_index_of_another_integer_class(
     else:
         labels = load_batch(data, chars).labels
         assert labels is not None and labels.tolist() == [index]
+
+
+def test_yes_and_no_of_yaml_are_no_names() -> None:
+    with pytest.raises(ValidationError, match="in quotes"):
+        ClassesDataConfig(sources=("a.jsonl",), kind="classes", classes=(True, False))
+    names = ClassesDataConfig(sources=("a.jsonl",), kind="classes", classes=("yes", "no")).names
+    assert names == ("yes", "no")

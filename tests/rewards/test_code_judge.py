@@ -141,11 +141,19 @@ def test_the_function_to_test_may_be_a_method(scores: Scores, name: str) -> None
 
 def test_an_entry_point_that_names_no_function_is_refused_if_it_is_used() -> None:
     check = "def check(candidate):\n    assert candidate(7) == 21"
-    for name in ("no such", "Solution(1).f", "f()", "a.b.c"):
+    for name in ("no such", "Solution(1).f", "f(1)", "a.b.c"):
         with pytest.raises(LabelError, match="names no function"):
             read_tests({"source": check, "entry_point": name})
         assert read_tests("assert f(7) == 21", name)["name"] is None
-    assert read_tests(check, "")["name"] is None
+    assert read_tests(check, "")["name"] is None and read_tests(check, "f()")["name"] == "f"
+    assert read_tests("candidates = [2]\nassert f(7) == 21", "src/f.py")["name"] is None
+
+
+def test_a_candidate_may_be_a_value_of_the_code(scores: Scores) -> None:
+    labels = [
+        {"source": "def check(candidate):\n    assert candidate[1] == 3", "entry_point": "primes"}
+    ]
+    assert scores("primes = [2, 3]", labels) == [1] and scores("primes = [2, 4]", labels) == [0]
 
 
 @pytest.mark.parametrize("code", [RIGHT, WRONG, "x = 1"], ids=["right", "wrong", "no function"])

@@ -106,6 +106,19 @@ def test_the_end_of_a_run_is_recorded(
     assert state.kind == kind and state.reason.startswith(reason) and "\n" not in state.reason
 
 
+def test_a_refused_resume_keeps_the_record_of_the_end(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    with recorded_end(folder):
+        pass
+    for is_written, kind in ((False, "finished"), (True, "failed")):
+        with pytest.raises(RunFolderError), recorded_end(folder):
+            if is_written:
+                (folder / "metrics.jsonl").write_text('{"step": 2, "time": 1}\n')
+                os.utime(folder / "metrics.jsonl", (5, 5))
+            raise RunFolderError("refused")
+        assert state_of(folder).kind == kind
+
+
 def test_a_real_run_has_its_state_metrics_and_samples(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
     tree = {

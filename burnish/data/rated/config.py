@@ -6,9 +6,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from burnish.config.columns import finite_number, missing_columns, without_fraction
 from burnish.config.forms import Keys
@@ -270,6 +270,15 @@ class ScoresDataConfig(RatedDataConfig):
             )
 
 
+def _without_booleans(names: Any) -> Any:
+    if isinstance(names, list | tuple) and any(isinstance(name, bool) for name in names):
+        raise ValueError(
+            "has true or false, as YAML reads yes, no, on and off; write names in quotes: "
+            '["yes", "no"]'
+        )
+    return names
+
+
 class ClassesDataConfig(RatedDataConfig):
     """Responses with a class, or with pass or fail."""
 
@@ -281,7 +290,7 @@ class ClassesDataConfig(RatedDataConfig):
     label_key: str | None = None
     """Column with the class. None: ``label``, ``class``, ``passed`` or ``correct``, whichever the
     first row has."""
-    classes: tuple[str | int, ...] | None = None
+    classes: Annotated[tuple[str | int, ...] | None, BeforeValidator(_without_booleans)] = None
     """Names of the classes in the order of the outputs. An integer label is a name, or the index if
     no name is an integer. None: pass or fail (true/false, 1/0, pass/fail, yes/no, good/bad), one
     output, whose logit is the reward."""

@@ -286,15 +286,17 @@ def with_names_of_calls(messages: Sequence[Message]) -> Sequence[Message]:
     """
     if all(message["role"] != "tool" or "name" in message for message in messages):
         return messages
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     named = []
     for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[str(call.get("id") or "")] = call["function"]["name"]
+        calls = message.get("tool_calls") or ()
+        names |= {str(call.get("id") or ""): [] for call in calls}
+        for call in calls:  # calls that share an id have results in order
+            names[str(call.get("id") or "")].append(call["function"]["name"])
         call_id = message.get("tool_call_id")
-        name = names.get(str(call_id)) if call_id else None
-        is_named = message["role"] != "tool" or "name" in message or name is None
-        named.append(message if is_named else {**message, "name": name})
+        known = names.get(str(call_id)) if call_id and message["role"] == "tool" else None
+        name = None if known is None else known.pop(0) if len(known) > 1 else known[0]
+        named.append(message if name is None or "name" in message else {**message, "name": name})
     return named
 
 

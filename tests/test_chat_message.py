@@ -22,6 +22,7 @@ from burnish.chat_message import (
     text_of,
     trained_flag,
     with_calls_in_text,
+    with_names_of_calls,
     wrapped_tool,
 )
 from burnish.data.demonstrations.config import SFTDataConfig
@@ -259,3 +260,14 @@ def test_results_of_tools_inside_an_answer_are_refused() -> None:
     with pytest.raises(DataError, match="has `tool_responses`"):
         as_messages([USER, {**answer, "tool_responses": [{"name": "f", "response": {}}]}])
     assert as_messages([USER, {**answer, "tool_responses": []}])
+
+
+def test_results_of_calls_that_share_an_id_have_their_names_in_order() -> None:
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in "fg"
+    ]
+    result = {"role": "tool", "tool_call_id": "c", "content": "1"}
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    named = with_names_of_calls([answer, result, result, result])
+    assert [message.get("name") for message in named] == [None, "f", "g", "g"]

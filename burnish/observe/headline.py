@@ -62,7 +62,9 @@ def model_title(recipe: Mapping[str, Any], run_dir: Path) -> str:
         return run_dir.resolve().name
     if model.get("path"):
         parts = [part for part in Path(str(model["path"])).parts if part != "/"]
-        is_unnamed = len(parts) > 1 and parts[-1].lower() in _UNNAMED
+        is_unnamed = (
+            parts[-1:] and parts[-1].lower() in _UNNAMED and parts[-2:-1] not in ([], [".."])
+        )
         return "/".join(parts[-2:] if is_unnamed else parts[-1:]) or str(model["path"])
     scratch = model.get("scratch")
     if isinstance(scratch, Mapping):

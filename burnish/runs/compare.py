@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import yaml
+
 from burnish.observe.headline import headlines
 from burnish.runs.folder import Run
 
@@ -31,25 +33,37 @@ def recipe_difference(runs: Sequence[Run]) -> dict[str, tuple[str, ...]]:
     public = [dict(_flat(run.recipe)) for run in runs]
     keys = dict.fromkeys(key for values in saved for key in values)
     return {
-        key: tuple(values.get(key, _MISSING) for values in public)
+        key: tuple(_shown(values[key]) if key in values else _MISSING for values in public)
         for key in keys
-        if key not in _PLACES and len({values.get(key, _MISSING) for values in saved}) > 1
+        if key not in _PLACES and len({repr(values.get(key, _MISSING)) for values in saved}) > 1
     }
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _shown(value: Any) -> str:
+    """Return a value as YAML has it: a text that could be another value has quotes.
+
+    >>> _shown(None), _shown("None"), _shown("null"), _shown(0.5), _shown("0.5")
+    ('null', 'None', "'null'", '0.5', "'0.5'")
+    """
+    if value == "***":
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{name}.")
         else:
-            yield name, str(value)
+            yield name, value
 
 
 def metric_rows(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[MetricRow]:
     """Return the rows of metrics that match one of ``patterns`` (``reward/*``); without patterns,
     of the headlines of the runs."""
-    names = list(dict.fromkeys(name for run in runs for line in run.lines for name in line))
+    names = list(dict.fromkeys(name for run in runs for name in run.curve_names))
     if patterns:
         chosen = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
     else:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.errors import BurnishError
-from burnish.observe.ending import RunState, state_of
+from burnish.observe.ending import END_FILE, RunState, state_of
 from burnish.observe.errors import SavedRecipeError
 from burnish.observe.headline import Headline, headlines, model_title
 from burnish.observe.metrics import METRICS_FILE, read_metrics
+from burnish.observe.progress import LOG_FILE
 from burnish.observe.public_recipe import public_yaml, read_recipe
 from burnish.observe.samples import read_sample_file, sample_files, split_of
 from burnish.secret import without_secret_values
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 _DEPTH = 4
 """Folders between a folder and the runs in it."""
-_INSIDE = frozenset(
-    {"checkpoints", "samples", "rollouts", "export", "parts", "wandb", "tensorboard"}
-)
 
 
 class RunFolderError(BurnishError, ValueError):
@@ -50,7 +48,7 @@ def load_run(path: Path | str) -> Run:
         if folder.is_dir():
             inside = [run.name for run in find_runs(folder)][:3]
             known = f"; it contains runs, such as {', '.join(inside)}" if inside else ""
-            problem = f"has neither {CONFIG_FILE} nor {METRICS_FILE}{known}"
+            problem = f"has no {METRICS_FILE}, {END_FILE} or {LOG_FILE}{known}"
         elif folder.exists():
             problem = "is a file"
         raise RunFolderError(
@@ -61,9 +59,10 @@ def load_run(path: Path | str) -> Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder contains a recipe of a run, or metrics. Raises OSError if it cannot
-    be entered."""
-    return (folder / METRICS_FILE).is_file() or (folder / CONFIG_FILE).is_file()
+    """Return whether a folder contains metrics, the record of an end, or a recipe with the log of
+    its run. Raises OSError if it cannot be entered."""
+    has_log = (folder / CONFIG_FILE).is_file() and (folder / LOG_FILE).is_file()
+    return has_log or any((folder / name).is_file() for name in (METRICS_FILE, END_FILE))
 
 
 def find_runs(folder: Path | str) -> list[Run]:
@@ -81,8 +80,14 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for path in inside if depth > 0 else ():
-        if path.name not in _INSIDE and not path.name.startswith("."):
+        if not path.name.startswith("."):
             yield from _run_folders(path, depth - 1)
+
+
+def _parsed(row: dict[str, Any]) -> dict[str, Any]:
+    for column in ("reward_parts", "episode"):
+        row[column] = None if row[column] is None else json.loads(row[column])
+    return row
 
 
 class Run:
@@ -182,17 +187,22 @@ class Run:
         ]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
+    @cached_property
+    def curve_names(self) -> list[str]:
+        """Names of the metrics with a finite value."""
+        names = dict.fromkeys(name for line in self.lines for name in line)
+        return [name for name in names if name not in ("step", "time") and self.curve(name)[0]]
+
     @property
     def headline(self) -> Headline | None:
         """The metric by which the run is judged; None if it has none of the usual ones."""
-        names = {name for line in self.lines for name in line}
-        return next((h for h in headlines(names) if self.curve(h.metric)[0]), None)
+        return next(iter(headlines(self.curve_names)), None)
 
     def samples(self, *, step: int | None = None, split: str | None = None) -> pd.DataFrame:
         """Return the kept samples, of all steps or of one, and of all splits or of one (``train``,
         ``eval``). ``reward_parts`` and ``episode`` are dictionaries.
 
-        Raises DataError if a file is damaged.
+        Raises RunFolderError if a file is damaged.
         """
         import pandas as pd
 
@@ -200,10 +210,10 @@ class Run:
         for at, path in sample_files(self.folder):
             if step not in (None, at) or split not in (None, split_of(path)):
                 continue
-            rows += read_sample_file(path)
-        for row in rows:
-            for column in ("reward_parts", "episode"):
-                row[column] = None if row[column] is None else json.loads(row[column])
+            try:
+                rows += map(_parsed, read_sample_file(path))
+            except (ValueError, OSError) as error:  # (pyarrow's are ValueErrors)
+                raise RunFolderError(f"{path} cannot be read: {error}; remove it") from error
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:

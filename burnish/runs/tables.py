@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -38,12 +39,13 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     parts = [values[a:b] for a, b in pairwise(edges)]
-    means = [sum(part) / len(part) for part in parts]
+    means = [math.fsum(value / len(part) for value in part) for part in parts]
     low, high = min(means), max(means)
     top = len(_BARS) - 1
-    if high <= low:
+    if high / 2 <= low / 2:
         return _BARS[top // 2] * count
-    return "".join(_BARS[round(top * (mean - low) / (high - low))] for mean in means)
+    half = high / 2 - low / 2  # (high - low may be infinite)
+    return "".join(_BARS[round(top * ((mean / 2 - low / 2) / half))] for mean in means)
 
 
 def console() -> Console:
@@ -107,8 +109,18 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """Return the last parts of the paths of runs, as many as tell them apart."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(run.folder) for run in runs]
+
+
 def _by_run(first: str, title: str, runs: Sequence[Run]) -> Table:
-    names = [Column(escape(visible(run.name))) for run in runs]
+    names = [Column(escape(visible(name))) for name in short_names(runs)]
     return Table(first, *names, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
 
 

@@ -26,6 +26,7 @@ from burnish.file_lock import lock_file
 from burnish.observe.ending import END_FILE, recorded_end, state_of
 from burnish.runs.compare import metric_rows, recipe_difference
 from burnish.runs.folder import RunFolderError, find_runs, load_run
+from burnish.runs.tables import short_names, sparkline
 
 MakeRun = Callable[..., Path]
 
@@ -158,6 +159,9 @@ def test_recipes_differ_in_the_keys_that_differ(make_run: MakeRun) -> None:
     (row,) = metric_rows(runs)
     assert row.metric == "reward/mean" and row.values == ((0.5, 0.25, 0.5), (1.0, 1.0, 1.0))
     assert metric_rows(runs, ["eval/*"]) == []
+    texts = [load_run(make_run(f"{n}/x", tag=value)) for n, value in enumerate([None, "null"])]
+    assert recipe_difference(texts) == {"tag": ("null", "'null'")}
+    assert short_names(texts) == ["0/x", "1/x"] and short_names(runs) == ["a", "b"]
 
 
 def test_secrets_that_differ_are_named_but_not_shown(make_run: MakeRun) -> None:
@@ -193,11 +197,17 @@ def test_without_locks_the_process_is_looked_for(
 def test_runs_are_found_below_a_folder_but_not_in_runs(make_run: MakeRun, tmp_path: Path) -> None:
     folder = make_run("deep/b")
     (folder / "export").mkdir()
-    (folder / "export/config.yaml").write_text("x: 1")
+    (folder / "export/metrics.jsonl").write_text("")
+    (tmp_path / "runs/config.yaml").write_text("x: 1")  # of something else
+    make_run("samples/c")
     make_run("a")
     (tmp_path / "runs/link").symlink_to(folder)
     found = find_runs(tmp_path / "runs")
-    assert [run.folder.name for run in found] == ["a", "b"]
+    assert [run.folder.name for run in found] == ["a", "b", "c"]
+
+
+def test_a_course_of_any_size_has_bars() -> None:
+    assert sparkline([-1e308, 1e308, 1e308]) == "▁██" and sparkline([5e-324, 0.0]) in ("█▁", "▄▄")
 
 
 def command(*arguments: str) -> tuple[int, str]:

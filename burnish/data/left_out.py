@@ -139,6 +139,17 @@ _TOOLS_IGNORED = (
 )
 
 
+_OWN_KEYS = {
+    "functions": "give the tools in a column (data.tools_key)",
+    "tools": "give the tools in a column (data.tools_key)",
+    "function_calls": "write the calls as `tool_calls`",
+    "tool_plan": "write it as `reasoning_content`",
+    "documents": "write them into the content",
+}
+"""Keys of messages with texts that templates of some families read (OLMo 3, Cohere, Phi 4) -> what
+others read in their place."""
+
+
 def _note_unopened(message: Message, tags: Tags) -> None:
     """Record a notice if text counts as reasoning because of the mark at its end."""
     content = message.get("content")
@@ -175,6 +186,14 @@ def _note_ignored(habits: Habits, messages: Sequence[Message], template: str) ->
                 "the chat template does not render reasoning, so the model does not learn it; set "
                 "model.chat_template to one that does, or write the reasoning into the content",
             )
+        for key, way in _OWN_KEYS.items():
+            reads = (f".{key}", f"'{key}'", f'"{key}"')
+            if message.get(key) and not any(text in template for text in reads):
+                note(
+                    f"{key}_ignored",
+                    f"the chat template does not read {key!r} of messages, so the model does not "
+                    f"see it; {way}, or set model.chat_template to one that reads it",
+                )
         for key in ("name", "tool_call_id"):
             if key in message and (message["role"], key) in habits.ignored:
                 note(

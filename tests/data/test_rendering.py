@@ -104,6 +104,12 @@ def test_text_and_tool_calls_that_a_template_drops_are_refused(
             {"name_ignored", "tool_call_id_ignored"},
         ),
         ("chatml", [USER, ANSWER], TOOLS, {"tools_ignored"}),
+        (
+            "qwen3",
+            [{**USER, "functions": "f", "tools": []}, {**ANSWER, "function_calls": "f()"}],
+            None,
+            {"functions_ignored", "function_calls_ignored"},
+        ),
         ("qwen3", [USER, ANSWER], TOOLS, set()),
         ("mistral", [USER, ANSWER], TOOLS, set()),
     ],

@@ -83,7 +83,7 @@ def test_a_refused_run_leaves_a_folder_that_can_be_used_again(tmp_path: Path) ->
             burnish.run(load_config(tree))
         (tmp_path / "run" / ".plan.txt.7.tmp").touch()  # left by a process that was killed
     names = {file.name for file in (tmp_path / "run").iterdir()}
-    assert names == {"plan.txt", "date.txt", ".plan.txt.7.tmp"}
+    assert names == {"plan.txt", "date.txt", "end.json", ".plan.txt.7.tmp"}
 
 
 def test_a_changed_file_or_setting_is_checked_again(tmp_path: Path) -> None:

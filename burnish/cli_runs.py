@@ -17,14 +17,14 @@ def runs(
     from burnish.runs.folder import RunFolderError, find_runs
     from burnish.runs.tables import console, runs_table
 
-    found = find_runs(folder)
-    if not found:
+    listed = find_runs(folder)
+    if not listed:
         problem = "contains no run" if folder.is_dir() else "is no folder"
         raise RunFolderError(
             f"{folder} {problem}; give the folder that contains run folders (runs/ by default)"
         )
     screen = console()
-    screen.print(runs_table(found, folder, width=screen.width))
+    screen.print(runs_table(listed, folder, width=screen.width))
 
 
 def compare(

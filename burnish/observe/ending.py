@@ -15,7 +15,7 @@ from burnish.config.base import LOCK_FILE
 from burnish.errors import BurnishError
 from burnish.file_lock import holder_of
 from burnish.observe.files import write_text
-from burnish.observe.metrics import METRICS_FILE
+from burnish.observe.metrics import END_OF_TIME, METRICS_FILE
 from burnish.observe.progress import LOG_FILE
 from burnish.secret import without_secrets
 from burnish.small_files import read_small
@@ -25,8 +25,6 @@ _FINISHED, _STOPPED, _FAILED = "finished", "stopped", "failed"
 _SILENT_S = 600.0
 """Seconds without a line in metrics or log after which a run of another host counts as silent."""
 _LONGEST = 500
-_END_OF_TIME = 2.0**36
-"""Upper bound of times, in seconds. datetime cannot represent times beyond it."""
 
 Kind = Literal["running", "silent", "finished", "stopped", "failed", "died", "ended"]
 """silent: a process of another host has the folder, and nothing was written for ten minutes. died:
@@ -39,7 +37,7 @@ class RunState:
 
     kind: Kind
     reason: str = ""
-    """Why it stopped or failed, in one line; the process of a run that runs."""
+    """Reason of a stop or failure, in one line; of a run that runs, its process."""
     changed: float | None = None
     """Time of the last sign of life, in Unix seconds."""
 
@@ -57,8 +55,8 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
             _write(run_dir, earlier)
             raise
         # An error with an exit code of its own ends a run on purpose (a signal, a stopped run).
-        code = getattr(error, "exit_code", 2)  # house: ok errors of other modules may have one
-        is_stop = not isinstance(error, Exception) or code not in (1, 2)
+        is_own = isinstance(error, BurnishError) and error.exit_code != BurnishError.exit_code
+        is_stop = is_own or not isinstance(error, Exception)
         _write(run_dir, _record(_STOPPED if is_stop else _FAILED, error))
         raise
     _write(run_dir, _record(_FINISHED, None))
@@ -107,7 +105,7 @@ def _read(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / END_FILE
     try:
         record = json.loads(read_small(path))
-        is_time = 0 <= float(record["time"]) < _END_OF_TIME
+        is_time = 0 <= float(record["time"]) < END_OF_TIME
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
     if not is_time:

@@ -162,12 +162,12 @@ def _parse(line: str) -> dict[str, Any]:
     if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 2**53:
         raise ValueError("not a JSON object with an integer 'step' and a number 'time'")
     clock = entry.get("time")
-    if not isinstance(clock, int | float) or not 0 <= clock < _END_OF_TIME:
+    if not isinstance(clock, int | float) or not 0 <= clock < END_OF_TIME:
         raise ValueError("its 'time' is not a number of seconds since 1970")
     return entry
 
 
-_END_OF_TIME = 2.0**36
+END_OF_TIME = 2.0**36
 """Upper bound of ``time``, in seconds. datetime cannot represent times beyond it."""
 
 

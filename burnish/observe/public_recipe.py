@@ -19,6 +19,9 @@ from burnish.observe.errors import SavedRecipeError
 from burnish.observe.files import write_text
 from burnish.secret import secret_texts, without_secret_values
 
+CONFIG_FILE = "config.yaml"
+"""File of a run folder with the resolved recipe."""
+
 
 def public_recipe(config: JobConfig) -> dict[str, Any]:
     """Return the resolved recipe with its secrets replaced by ``***``."""
@@ -34,13 +37,13 @@ def recipe_secrets(config: JobConfig) -> set[str]:
 def write_recipe(config: JobConfig, run_dir: Path) -> None:
     """Write the resolved recipe to ``config.yaml`` of the run folder. Only this user can read the
     file if it contains secrets."""
-    write_text(run_dir / "config.yaml", dump_yaml(config), private=bool(recipe_secrets(config)))
+    write_text(run_dir / CONFIG_FILE, dump_yaml(config), private=bool(recipe_secrets(config)))
 
 
 def read_recipe(run_dir: Path) -> tuple[str, dict[str, Any]]:
     """Return the saved recipe of a run folder, as text and as a tree. Its size and depth are
     limited like those of a recipe. Raises SavedRecipeError if it cannot be read."""
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG_FILE
     try:
         text = read_text(path, errors="replace")
         recipe = load(text)

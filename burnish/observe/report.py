@@ -33,7 +33,7 @@ from burnish.observe.files import write_text
 from burnish.observe.headline import Headline, headlines, model_title
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import LOG_FILE, format_duration
-from burnish.observe.public_recipe import public_yaml, read_recipe
+from burnish.observe.public_recipe import CONFIG_FILE, public_yaml, read_recipe
 from burnish.observe.report_catalog import MORE, OMITTED_IF_ZERO, arrange
 from burnish.observe.report_figures import (
     Curve,
@@ -48,7 +48,6 @@ from burnish.observe.report_samples import embed_samples
 from burnish.small_files import read_small
 
 REPORT_FILE = "report.html"
-CONFIG_FILE = "config.yaml"
 MAX_METRICS = 1000
 """Different metrics that a report shows."""
 

@@ -17,14 +17,13 @@ from burnish.observe.errors import SavedRecipeError
 from burnish.observe.headline import Headline, headlines, model_title
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import LOG_FILE
-from burnish.observe.public_recipe import public_yaml, read_recipe
+from burnish.observe.public_recipe import CONFIG_FILE, public_yaml, read_recipe
 from burnish.observe.samples import read_sample_file, sample_files, split_of
 from burnish.secret import without_secret_values
 
 if TYPE_CHECKING:
     import pandas as pd
 
-CONFIG_FILE = "config.yaml"
 _DEPTH = 4
 """Folders between a folder and the runs in it."""
 
@@ -40,10 +39,10 @@ def load_run(path: Path | str) -> Run:
     """
     folder = Path(path)
     try:
-        found = is_run(folder)
+        has_run = is_run(folder)
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
-    if not found:
+    if not has_run:
         problem = "does not exist"
         if folder.is_dir():
             inside = [run.name for run in find_runs(folder)][:3]

@@ -50,10 +50,10 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
 
 def console() -> Console:
     """Return the console for tables: wide where no terminal limits it."""
-    made = Console()
-    if "utf" not in made.encoding.lower() and isinstance(sys.stdout, io.TextIOWrapper):
+    screen = Console()
+    if "utf" not in screen.encoding.lower() and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return made if made.is_terminal else Console(width=_WIDE)
+    return screen if screen.is_terminal else Console(width=_WIDE)
 
 
 def runs_table(runs: Sequence[Run], folder: Path, *, width: int) -> Table:

@@ -77,7 +77,7 @@ def every_marker_is_a_format(patch: Patch) -> None:
 
 
 def new_messages_stand_behind_a_question(patch: Patch) -> None:
-    """What follows a turn is rendered behind a short question in place of the conversation."""
+    """Text behind a turn is rendered behind a short question in place of the conversation."""
     patch.setattr(ChatTemplate, "_behind", lambda *_, after, **__: after)
 
 

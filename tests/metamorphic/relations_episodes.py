@@ -622,7 +622,7 @@ _BY = {
     "the number of answers": "messages | selectattr('role', 'equalto', 'assistant') | list | "
     "length > 1",
 }
-"""What a template may look for in a conversation."""
+"""Conditions of a template about a conversation."""
 
 
 @dataclass
@@ -646,9 +646,9 @@ class _Questions:
 
 @relation
 def prompts_end_as_complete_renderings(draw: Draw) -> None:
-    """What follows an answer in a prompt is what follows it if the conversation is rendered at
-    once, also if the template writes how an answer begins by what it finds in earlier messages.
-    Environments and agents. Exact."""
+    """The text behind an answer in a prompt is that of the conversation rendered at once, also if
+    the template begins answers by a condition on earlier messages. Environments and agents.
+    Exact."""
     from chat_families import chat_tokenizer
     from scripted_engine import ScriptedEngine
 

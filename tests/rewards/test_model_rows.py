@@ -355,34 +355,33 @@ def test_a_response_keeps_the_space_behind_a_prompt_of_text(
         assert text == "what is a b"
 
 
-def test_reasoning_that_the_template_of_a_reward_model_leaves_out_is_logged_once(
-    own: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+MESSAGE = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("<think>c</think>b", {"message": MESSAGE}, "renders no reasoning"),
+        ("b", {"tools": [TOOL]}, "does not render tools"),
+    ],
+)
+def test_parts_that_the_template_of_a_reward_model_leaves_out_are_logged_once(
+    text: str,
+    options: dict[str, Any],
+    said: str,
+    own: PreTrainedTokenizerFast,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is that of a message; in a text, it is read."""
+    """Reasoning is that of a message; in a text, it is read."""
     encode = RowEncoder(own, "rm")
     question = [{"role": "user", "content": "a?"}]
     plain = encode.of_messages(question, "b")
     assert not caplog.records
-    message = {"role": "assistant", "content": "b", "reasoning_content": "c"}
     for _ in range(2):
-        assert encode.of_messages(question, "<think>c</think>b", message=message) == plain
+        assert encode.of_messages(question, text, **options) == plain
     assert [r.getMessage().split(",")[0] for r in caplog.records] == [
-        "reward 'rm': its chat template renders no reasoning"
-    ]
-
-
-def test_tools_that_the_template_of_a_reward_model_leaves_out_are_logged_once(
-    own: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-) -> None:
-    encode = RowEncoder(own, "rm")
-    question = [{"role": "user", "content": "a?"}]
-    plain = encode.of_messages(question, "b")
-    assert not caplog.records
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    for _ in range(2):
-        assert encode.of_messages(question, "b", tools=[tool]) == plain
-    assert [r.getMessage().split(",")[0] for r in caplog.records] == [
-        "reward 'rm': its chat template does not render tools"
+        f"reward 'rm': its chat template {said}"
     ]
 
 

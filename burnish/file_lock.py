@@ -174,19 +174,20 @@ def holder_of(path: Path) -> tuple[int, str] | None:
     except BlockingIOError:
         is_free = False
     except OSError as error:
-        is_free = error.errno not in _NO_LOCKS or match is None or not _is_alive(int(match[1]))
+        is_free = error.errno not in _NO_LOCKS or match is None or not is_alive(int(match[1]))
     finally:
         os.close(descriptor)
     holder = (int(match[1]), str(match[2])) if match else (0, here)
     return None if is_free and holder[1] == here else holder
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Return whether a process of this machine runs, also under another user."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
-    except OSError:
+    except PermissionError:
         return True
     return True
 

@@ -16,6 +16,8 @@ import shutil
 import socket
 from pathlib import Path
 
+from burnish.file_lock import is_alive
+
 _NAME = re.compile(r"burnish-[a-z]+-(\d+)-([0-9a-f]{12})-.*")
 
 
@@ -44,13 +46,7 @@ def owner_has_ended(name: str) -> bool:
     match = _NAME.fullmatch(name)
     if match is None or match[2] != _whereabouts():
         return False
-    try:
-        os.kill(int(match[1]), 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:  # it runs under another user
-        return False
-    return False
+    return not is_alive(int(match[1]))
 
 
 @functools.cache

@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     "template_charges": {"errors"},
     "templates": {"errors", "template_charges"},
     "special_tokens": {"templates"},
-    "shm": set(),
+    "shm": {"file_lock"},
     "schema_keywords": {"errors"},
     "tool_arguments": {"errors", "schema_keywords"},
     "user_calls": {"errors"},

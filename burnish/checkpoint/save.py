@@ -38,6 +38,7 @@ from burnish.checkpoint.manifest import (
 )
 from burnish.checkpoint.reduce import has_only_weights, reduce_to_weights
 from burnish.checkpoint.retention import BestMode, Entry, to_delete
+from burnish.file_lock import is_alive
 
 logger = logging.getLogger("burnish")
 
@@ -324,15 +325,7 @@ class CheckpointStore:
 def _other_process_lives(pid: int) -> bool:
     """Return whether ``pid`` is a running process other than this one, which writes only one
     checkpoint at a time."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
+    return pid != os.getpid() and is_alive(pid)
 
 
 def _free_space_text(folder: Path) -> str:

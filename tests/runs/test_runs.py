@@ -188,7 +188,7 @@ def test_without_locks_the_process_is_looked_for(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    for process, kind in ((os.getpid(), "running"), (2**22 + 1, "died")):
+    for process, kind in ((os.getpid(), "running"), (2**22 + 1, "died"), (9_999_999_999, "died")):
         text = f"process {process} on host {host} since 2026-01-01T00:00:00+00:00\n"
         (folder / LOCK_FILE).write_text(text)
         assert state_of(folder).kind == kind

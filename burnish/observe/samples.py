@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,8 +19,10 @@ import pyarrow.parquet as pq
 from burnish.compact import IntRuns
 from burnish.data_files.arrow_files import record_batches
 from burnish.observe.files import replacing
-from burnish.transcript import Episode
-from burnish.types import Group, Sample
+
+if TYPE_CHECKING:  # (readers of runs need no torch)
+    from burnish.transcript import Episode
+    from burnish.types import Group, Sample
 
 SAMPLES_DIR = "samples"
 

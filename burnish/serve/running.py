@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from burnish.rewards.base import RewardError
-from burnish.rewards.remote.reward import read_token
+from burnish.secret import read_token
 from burnish.serve.base import ListenOptions, ServeError
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def token_of(options: ListenOptions) -> str | None:
         return None
     try:
         return read_token(options.token_env)
-    except RewardError as error:
+    except ValueError as error:
         raise ServeError(str(error)) from error
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from common import use_svg_style
 
-from burnish.observe.metrics import read_metrics
-from burnish.observe.report_catalog import arrange
-from burnish.observe.report_figures import PALETTE, curves_of
+from burnish.report.catalog import arrange
+from burnish.runs.folder import load_run
 
+PALETTE = ("#c8652b", "#2b8a8f", "#5677d8", "#a65a9c")
 SHOWN = ("Mean reward", "Held-out pass rate", "Entropy")
 """Titles of charts in the report, from left to right."""
 
@@ -24,7 +24,7 @@ def draw(run: Path, out: Path) -> None:
     import matplotlib.pyplot as plt
 
     use_svg_style()
-    curves = curves_of(read_metrics(run))
+    curves = load_run(run).curves
     charts = {chart.title: chart for chart in arrange(list(curves))}
     if missing := [title for title in SHOWN if title not in charts]:
         raise ValueError(f"{run} has no metrics for: {', '.join(missing)}")

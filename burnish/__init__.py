@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from burnish.config import load_config
     from burnish.driver.errors import Interrupted
     from burnish.jobs.run import RunResult, run
-    from burnish.observe.report import build_report
+    from burnish.report.build import build_report
     from burnish.runs.folder import Run, load_run
 
 # bitsandbytes warns at import that optional matmul kernels from a hub are missing; it has others.
@@ -27,7 +27,7 @@ _HOMES = {
     "Interrupted": "burnish.driver.errors",
     "Run": "burnish.runs.folder",
     "RunResult": "burnish.jobs.run",
-    "build_report": "burnish.observe.report",
+    "build_report": "burnish.report.build",
     "export": "burnish.checkpoint.export",
     "load_config": "burnish.config.load",
     "load_run": "burnish.runs.folder",

@@ -73,7 +73,7 @@ def test_every_exception_derives_from_the_root_exception():
         ("plan.oom", "RunOutOfMemoryError", RuntimeError, 2),
         ("models.paths", "ModelError", ValueError, 2),
         ("observe.errors", "TrackerError", RuntimeError, 2),
-        ("observe.report", "ReportError", ValueError, 2),
+        ("report.build", "ReportError", ValueError, 2),
         ("rewards.base", "RewardError", RuntimeError, 2),
         ("rollout.base", "SamplingError", ArithmeticError, 2),
         ("runtime.base", "ClusterError", RuntimeError, 2),

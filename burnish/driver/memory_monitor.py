@@ -8,13 +8,12 @@ from pathlib import Path
 
 from burnish.checkpoint import CheckpointStore
 from burnish.config.job import JobConfig
-from burnish.observe.files import write_text
+from burnish.observe.files import MEMORY_JSON, write_text
 from burnish.observe.memory import MemoryPeak, PhasePeaks, peak_metrics
 from burnish.plan.memory_plan import Plan
 from burnish.plan.oom import Failure, RunOutOfMemoryError, oom_text
 from burnish.plan.plan_vs_actual import (
     MEMORY_FILE,
-    MEMORY_JSON,
     MeasuredPeak,
     PlanVsActual,
     plan_vs_actual,

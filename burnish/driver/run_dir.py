@@ -21,13 +21,13 @@ from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import OOM_FILE
 from burnish.file_lock import WAIT_S, FileLock, holder_and_ways_out, lock_file, locked_output
 from burnish.observe.ending import END_FILE
-from burnish.observe.files import REPLAY_FILE, write_text
+from burnish.observe.files import MEMORY_JSON, REPLAY_FILE, write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import read_recipe
 from burnish.observe.tensorboard import TENSORBOARD_DIR
 from burnish.observe.wandb import STATE_FILE, WANDB_DIR
 from burnish.plan.launch import PLAN_FILE
-from burnish.plan.plan_vs_actual import MEMORY_FILE, MEMORY_JSON
+from burnish.plan.plan_vs_actual import MEMORY_FILE
 from burnish.small_files import read_small
 
 REFERENCE_FILE = "reference_logprobs.safetensors"

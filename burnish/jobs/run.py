@@ -223,7 +223,7 @@ def _write_report(run_dir: Path, *, may_lack_steps: bool = False) -> None:
     the page.
     """
     try:
-        from burnish.observe.report import ReportError, build_report
+        from burnish.report.build import ReportError, build_report
     except ModuleNotFoundError as error:
         log.warning(
             "no report.html: %s. Install the module and run: burnish report %s", error, run_dir

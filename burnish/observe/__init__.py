@@ -1,8 +1,8 @@
 """Record and display a run, without influencing it.
 
 Reading order: metrics (numbers per step), timeline (time per phase), memory, progress (the terminal
-and ``run.log``), samples (prompts and responses), report (one HTML page with all of these). A run
-folder contains::
+and ``run.log``), samples (prompts and responses). burnish.runs reads a run folder, burnish.report
+writes its page. A run folder contains::
 
     config.yaml          the resolved recipe
     metrics.jsonl        one JSON object per log call (trackers receive the same)

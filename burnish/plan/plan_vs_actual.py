@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from burnish.plan.memory_plan import Plan
 
 MEMORY_FILE = "memory.txt"
-MEMORY_JSON = "memory.json"
 
 PLANNED_AS: Mapping[str, tuple[str, str]] = {
     "load": ("", "load"),

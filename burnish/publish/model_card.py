@@ -27,7 +27,7 @@ from burnish.models.scalar_model import OWN_CLASS
 from burnish.observe.files import write_text
 from burnish.observe.metrics import read_metrics
 from burnish.observe.public_recipe import read_recipe
-from burnish.observe.report_catalog import CHARTS, LEARNING
+from burnish.report.catalog import CHARTS, LEARNING
 from burnish.secret import without_secret_values, without_secrets
 
 CARD = "README.md"

@@ -63,7 +63,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def metric_rows(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[MetricRow]:
     """Return the rows of metrics that match one of ``patterns`` (``reward/*``); without patterns,
     of the headlines of the runs."""
-    names = list(dict.fromkeys(name for run in runs for name in run.curve_names))
+    names = list(dict.fromkeys(name for run in runs for name in run.curves))
     if patterns:
         chosen = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
     else:
@@ -72,5 +72,5 @@ def metric_rows(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[Metri
 
 
 def _summary(run: Run, metric: str) -> tuple[float, float, float] | None:
-    values = run.curve(metric)[1]
+    values = run.curve(metric).values
     return (values[-1], min(values), max(values)) if values else None

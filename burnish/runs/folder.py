@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cached_property
@@ -19,6 +18,7 @@ from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import LOG_FILE
 from burnish.observe.public_recipe import CONFIG_FILE, public_yaml, read_recipe
 from burnish.observe.samples import read_sample_file, sample_files, split_of
+from burnish.runs.curves import Curve, curves_of
 from burnish.secret import without_secret_values
 
 if TYPE_CHECKING:
@@ -177,25 +177,19 @@ class Run:
             return pd.DataFrame(index=pd.Index([], name="step"))
         return frame.set_index("step")
 
-    def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """Return (steps, finite values) of a metric."""
-        pairs = [
-            (int(line["step"]), float(line[metric]))
-            for line in self.lines
-            if metric in line and math.isfinite(line[metric])
-        ]
-        return [step for step, _ in pairs], [value for _, value in pairs]
-
     @cached_property
-    def curve_names(self) -> list[str]:
-        """Names of the metrics with a finite value."""
-        names = dict.fromkeys(name for line in self.lines for name in line)
-        return [name for name in names if name not in ("step", "time") and self.curve(name)[0]]
+    def curves(self) -> dict[str, Curve]:
+        """Metric -> its curve, for the metrics with a finite value."""
+        return curves_of(self.lines)
+
+    def curve(self, metric: str) -> Curve:
+        """Return (steps, finite values) of a metric."""
+        return self.curves.get(metric, Curve([], []))
 
     @property
     def headline(self) -> Headline | None:
         """The metric by which the run is judged; None if it has none of the usual ones."""
-        return next(iter(headlines(self.curve_names)), None)
+        return next(iter(headlines(self.curves)), None)
 
     def samples(self, *, step: int | None = None, split: str | None = None) -> pd.DataFrame:
         """Return the kept samples, of all steps or of one, and of all splits or of one (``train``,
@@ -229,7 +223,7 @@ class Run:
 
     def _facts(self) -> Mapping[str, str]:
         headline = self.headline
-        last = "" if headline is None else headline.shown(self.curve(headline.metric)[1][-1])
+        last = "" if headline is None else headline.shown(self.curve(headline.metric).last)
         changed = self.state.changed
         when = None if changed is None else datetime.fromtimestamp(changed)
         return {

@@ -78,7 +78,7 @@ def runs_table(runs: Sequence[Run], folder: Path, *, width: int) -> Table:
 
 def _row(run: Run, *, is_narrow: bool) -> list[Text]:
     state, headline = run.state, run.headline
-    values = [] if headline is None else run.curve(headline.metric)[1]
+    values = [] if headline is None else run.curve(headline.metric).values
     shown = ""
     if headline is not None:
         change = [values[0], values[-1]] if len(values) > 1 and not is_narrow else values[-1:]

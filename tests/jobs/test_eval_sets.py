@@ -12,8 +12,8 @@ import burnish
 from burnish.checkpoint import read_manifest
 from burnish.config import load_config
 from burnish.observe.metrics import read_metrics
-from burnish.observe.report_catalog import arrange
 from burnish.observe.samples import read_samples
+from burnish.report.catalog import arrange
 
 MODEL = {"scratch": {"alphabet": "0123456789+=", "hidden_size": 32, "num_layers": 1}}
 

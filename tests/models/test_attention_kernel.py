@@ -26,7 +26,7 @@ from burnish.models.load import choose_attention, load_causal_lm
 from burnish.models.paths import ModelError
 from burnish.models.sdpa import Kernels
 from burnish.observe.metrics import read_metrics
-from burnish.observe.report import read_warnings
+from burnish.report.tables import read_warnings
 from burnish.steps.objectives import sft_objective
 from burnish.train.engines import load_engine
 from burnish.train.spec import EngineSpec

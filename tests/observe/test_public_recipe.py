@@ -17,7 +17,7 @@ import yaml
 import burnish
 from burnish.config import load_config
 from burnish.observe.public_recipe import public_recipe, recipe_secrets
-from burnish.observe.report import build_report
+from burnish.report.build import build_report
 from burnish.secret import without_secret_values
 
 QUERY, ENV, ARGUMENT = "queryvalue-81c2", "envvalue-77aa0", "argvalue-40bd9"

@@ -39,7 +39,7 @@ def test_a_run_without_plotly_ends_well_and_says_how_to_get_its_report(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "burnish.observe.report", None)  # its import raises
+    monkeypatch.setitem(sys.modules, "burnish.report.build", None)  # its import raises
     result = burnish.run(rl("max_steps=1"), rewards=reward)
     assert read_metrics(result.run_dir) and not (result.run_dir / "report.html").exists()
     assert f"burnish report {result.run_dir}" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 import burnish
 from burnish.config import dump_yaml
 from burnish.driver.base import attention_lines
-from burnish.observe.report import read_warnings
+from burnish.report.tables import read_warnings
 
 SHARED = "held-out rows have the prompt of a training row"
 

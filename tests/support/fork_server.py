@@ -44,7 +44,7 @@ PRELOADED = (
     "burnish.jobs.run",
     "burnish.jobs.rl",
     "burnish.jobs.sft",
-    "burnish.observe.report",
+    "burnish.report.build",
     "burnish.train.fsdp.engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",

@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from burnish.data_files.arrow_files import READ_ERRORS
-from burnish.observe.report_figures import is_finite
 from burnish.observe.samples import read_sample_file, sample_files
+from burnish.runs.curves import is_finite
 
 MAX_ROWS = 3000
 MAX_CHARS = 6000  # of one prompt or response
@@ -29,7 +29,7 @@ _MIN_CHARS = 200  # of one text of an episode beyond that size
 
 @dataclass(frozen=True)
 class EmbeddedSamples:
-    """Data for the page's script (report.js) and the note above the table."""
+    """Data for the page's script (page.js) and the note above the table."""
 
     json: str
     """``{"prompts": [text], "openings": [{...}], "rows": [{...}]}`` with every ``<`` escaped. Rows

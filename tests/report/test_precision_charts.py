@@ -13,18 +13,14 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from burnish.observe import report_figures
 from burnish.observe.metrics import MetricsLog
-from burnish.observe.report import build_report
-from burnish.observe.report_catalog import ROLLOUT, UPDATE, Chart, arrange
-from burnish.observe.report_figures import (
-    MAX_POINTS,
-    Curve,
-    Figure,
-    curve_figure,
-    step_points,
-    time_splits,
-)
+from burnish.report import charts, number_text
+from burnish.report.build import build_report
+from burnish.report.catalog import ROLLOUT, UPDATE, Chart, arrange
+from burnish.report.charts import MAX_POINTS, step_points
+from burnish.report.figures import Figure, curve_figure, split_figure
+from burnish.report.times import time_splits
+from burnish.runs.curves import Curve
 
 SCALE = Chart(UPDATE, "Loss scale", "log scale", ("train/loss_scale",), log=True)
 
@@ -55,7 +51,7 @@ def test_figures_are_valid_in_plotlys_schema() -> None:
         assert len(go.Figure(data=data, layout=layout).data) >= len(chart.names)
     for count in counts:
         lines = [{"step": i, "time/step_s": 2.0, "time/a_s": 0.5} for i in range(1, count + 1)]
-        data, layout = drawn(time_splits(lines)[0].figure)
+        data, layout = drawn(split_figure(time_splits(lines)[0].chart))
         assert {trace.type for trace in go.Figure(data=data, layout=layout).data} == {"bar"}
 
 
@@ -214,4 +210,5 @@ def test_a_run_without_skipped_steps_has_no_tile_for_them(tmp_path: Path) -> Non
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    assert doctest.testmod(report_figures).failed == 0
+    for module in (charts, number_text):
+        assert doctest.testmod(module).failed == 0

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from report_page import HOSTILE, PAYLOADS, Page
 
-from burnish.observe.report import build_report
-from burnish.observe.report_samples import MAX_EPISODE_CHARS, embed_samples
 from burnish.observe.samples import SCHEMA, episode_record, write_samples
+from burnish.report.build import build_report
+from burnish.report.samples import MAX_EPISODE_CHARS, embed_samples
 from burnish.transcript import Episode, Turn
 from burnish.types import Group, Prompt, Sample, TokenRow
 

@@ -19,14 +19,18 @@ from report_page import HOSTILE, PAYLOADS, Page
 
 from burnish.episodes.runner import episode_stats
 from burnish.errors import BurnishError
-from burnish.observe import report
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.public_recipe import read_recipe
-from burnish.observe.report import ReportError, build_report
-from burnish.observe.report_catalog import CHARTS, EPISODES, LEARNING, MORE, arrange
-from burnish.observe.report_figures import curves_of, is_noisy, smooth, thin, time_splits
-from burnish.observe.report_samples import embed_samples
 from burnish.observe.samples import SCHEMA, write_samples
+from burnish.report import page as page_module
+from burnish.report.build import ReportError, build_report
+from burnish.report.catalog import CHARTS, EPISODES, LEARNING, MORE, arrange
+from burnish.report.charts import smooth, thin
+from burnish.report.figures import is_noisy
+from burnish.report.samples import embed_samples
+from burnish.report.times import time_splits
+from burnish.runs.curves import curves_of
+from burnish.runs.folder import load_run
 from burnish.transcript import Episode, Turn
 from burnish.types import Group, Prompt, Sample
 
@@ -114,7 +118,7 @@ def test_an_rl_report_shows_headlines_figures_time_config_and_samples(tmp_path: 
         "from 0.100 at step 1",
         "of 4 planned",
         "16s",  # 4 steps x (3 + 1) s
-        "3.00 GiB",
+        "3 GiB",
         "KL to the reference",
         "path: models/tiny-instruct",
     ):
@@ -307,7 +311,7 @@ def test_the_lanes_of_an_asynchronous_run_are_split_on_their_own() -> None:
     assert [(p.name, p.percent) for p in trainer.phases] == [("train", 60.0), ("wait", 40.0)]
     found = [(p.name, p.percent) for p in sampler.phases]
     assert found == [("rollout", 70.0), ("other", 20.0), ("load", 10.0)]
-    assert sampler.figure.title == "Time per step, sampler"
+    assert sampler.chart.title == "Time per step, sampler"
     (idle,) = arrange([name for name in line if name.startswith("time/")])
     assert (idle.title, idle.names) == ("Idle", ("time/trainer_idle_frac",))
 
@@ -421,7 +425,7 @@ def test_a_time_that_is_not_a_number_is_not_drawn(name: str, value: str, tmp_pat
 def test_a_run_with_thousands_of_metrics_has_a_report_with_a_warning(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "MAX_METRICS", 3)
+    monkeypatch.setattr(page_module, "MAX_METRICS", 3)
     line: dict[str, float] = {name.format(i): 1.0 for i in range(20_000)}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, **line}))
     text = Page(build_report(tmp_path)).text
@@ -472,3 +476,18 @@ def test_pipes_in_place_of_files_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir(exist_ok=True)
     os.mkfifo(tmp_path / "samples" / "extra_000001.parquet")
     build_report(tmp_path)
+
+
+def test_the_data_of_a_page_is_plain_json_and_constants_are_apart(tmp_path: Path) -> None:
+    _config(tmp_path)
+    _metrics(tmp_path, *({"train/lr": 1e-5, "train/loss": loss} for loss in (2.0, math.nan, 1.0)))
+    page = page_module.page_of(load_run(tmp_path))
+    data = json.loads(json.dumps(page.as_json(), allow_nan=False))
+    (learning, update) = data["sections"]
+    (chart,) = learning["charts"]
+    assert (chart["title"], chart["x"]) == ("Loss", [0, 2])
+    assert [(line["name"], line["values"]) for line in chart["lines"]] == [("loss", [2.0, 1.0])]
+    assert update["charts"] == []
+    assert update["constants"] == [
+        {"title": "Learning rate", "unit": "", "value": "1e-5", "note": "over 3 steps"}
+    ]

@@ -22,8 +22,9 @@ from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import CONFIG_FILE
 from burnish.report.catalog import MORE, OMITTED_IF_ZERO, arrange
 from burnish.report.figures import curve_figure, split_figure
-from burnish.report.page import page_of
+from burnish.report.page import page_of, with_fewer_names
 from burnish.report.samples import embed_samples
+from burnish.runs.curves import curves_of
 from burnish.runs.folder import Run, RunFolderError
 
 REPORT_FILE = "report.html"
@@ -49,12 +50,13 @@ def build_report(run_dir: Path) -> Path:
         page = page_of(run)
     except RunFolderError as error:
         raise ReportError(str(error)) from error
-    drawn = [n for n, c in run.curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
+    curves = curves_of(with_fewer_names(run.lines)[0])
+    drawn = [n for n, c in curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
     sections = [
         {
             "title": title,
             "anchor": title.lower().replace(" ", "-"),
-            "figures": [curve_figure(chart, run.curves) for chart in group],
+            "figures": [curve_figure(chart, curves) for chart in group],
             "folded": title == MORE,
         }
         for title, group in groupby(arrange(drawn), key=lambda chart: chart.section)

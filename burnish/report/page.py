@@ -98,7 +98,7 @@ def page_of(run: Run) -> RunPage:
     """Return the data of the page of a run from the present content of its folder; missing
     measurements are omitted. Raises RunFolderError if the recipe or the metrics cannot be read."""
     recipe = run.recipe
-    lines, omitted = _with_fewer_names(run.lines)
+    lines, omitted = with_fewer_names(run.lines)
     curves = curves_of(lines)
     times = time_splits(lines)
     return RunPage(
@@ -134,7 +134,7 @@ def _sections(curves: Mapping[str, Curve]) -> list[Section]:
     return sections
 
 
-def _with_fewer_names(
+def with_fewer_names(
     lines: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[LoggedWarning]]:
     """Return the lines with the first :data:`MAX_METRICS` metrics, and a warning with its count if

@@ -44,6 +44,7 @@ from burnish.models.load import DTYPES, ModelError, describe, load_causal_lm
 from burnish.models.lora import ADAPTER_FILE, adapter_tensors, peft_config
 from burnish.models.lora_layers import merged_weights
 from burnish.models.scalar_model import (
+    SCORES_AT,
     ScalarModel,
     check_names,
     empty_scalar,
@@ -368,6 +369,7 @@ def _config(source: Path, *, outputs: int | None, averaged: bool, trust: bool) -
     config.use_cache = True
     if outputs is not None:
         reset_head(config, outputs)
+        config.update({SCORES_AT: "end_token"})
         is_reward = source.name == "reward"
         if is_reward and (source.parent / f"{EXPORT_METADATA}.json").is_file():
             config.update(load_state(source.parent, EXPORT_METADATA))  # such as a step separator

@@ -35,11 +35,13 @@ from burnish.models.support import plain_torch
 
 OWN_CLASS = "BurnishScoreModel"
 """Architecture in the config of a folder of the form ``own``."""
-
-
+SCORES_AT = "scores_at"
+"""Field of a config: ``end_token`` if the model was trained to score the end token of the last
+answer, as all exports of Burnish were. Other code passes the entire rendering of a conversation to
+a classifier, which scores its last token."""
 _HEAD_FIELDS = (
     "process_reward", "step_separator", "process_reward_stats",
-    "reward_mean", "reward_std", "reward_weights",
+    "reward_mean", "reward_std", "reward_weights", SCORES_AT,
 )  # fmt: skip
 """Fields of Burnish in a config that describe a head. Those of transformers are ``problem_type``
 and the names of the outputs."""
@@ -100,6 +102,14 @@ def names_of_outputs(config: PretrainedConfig) -> list[str]:
 def is_own(config: PretrainedConfig) -> bool:
     """Return whether ``config`` is that of a folder of the form ``own``."""
     return (config.architectures or []) == [OWN_CLASS]
+
+
+def scores_last_token(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a model with these fields in its config scores the last token of a rendered
+    conversation, and not the end token of its last answer. Both are the same with templates that
+    write nothing behind it."""
+    is_exported = metadata.get(SCORES_AT) == "end_token"
+    return not is_exported and metadata.get("architectures") != [OWN_CLASS]
 
 
 def empty_scalar(config: PretrainedConfig, outputs: int, *, bias: bool, trust: bool) -> ScalarModel:

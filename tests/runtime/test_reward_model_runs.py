@@ -97,6 +97,7 @@ def test_mean_and_spread_of_the_scores_travel_with_the_export_and_normalise_rewa
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert config["reward_mean"] == pytest.approx(last["eval/score_mean"])
     assert config["reward_std"] == pytest.approx(last["eval/score_std"])
+    assert config["scores_at"] == "end_token"
     model = ModelConfig(path=str(out))
     tokenizer = load_tokenizer(model)
     plain, scaled = (

@@ -28,6 +28,7 @@ from burnish.models.load import (
     num_positions,
     resolve_device,
 )
+from burnish.models.scalar_model import scores_last_token
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import Reward, RewardError, RewardInput, SampleError
 from burnish.rewards.build import RewardInputs
@@ -167,8 +168,10 @@ def load_model_reward(
     """Load the reward model of a recipe entry, in an engine built by ``make_engine``.
 
     It scores rows like those that it was trained on: the sampled token ids if they are such a row,
-    else prompt and response encoded by its own tokenizer (``rows.py``). If ``process_reward`` is
-    set in its config, every step is scored. Raises ModelError if the model has no trained head.
+    else prompt and response encoded by its own tokenizer (``rows.py``). For a classifier that was
+    not exported by Burnish, conversations go to the last token of their rendering. If
+    ``process_reward`` is set in its config, every step is scored. Raises ModelError if the model
+    has no trained head.
     """
     metadata = metadata_of(config.model)
     _check_steps(config, metadata)
@@ -183,7 +186,13 @@ def load_model_reward(
         separator = str(config.step_separator or metadata["step_separator"])
         if problem := separator_problem(tokenizer, separator):
             raise ModelError(f"reward {name!r}, {describe(config.model)}: {problem}")
-    encode = reward_encoder(tokenizer, policy_tokenizer, name, step_separator=separator)
+    encode = reward_encoder(
+        tokenizer,
+        policy_tokenizer,
+        name,
+        step_separator=separator,
+        to_last_token=scores_last_token(metadata),
+    )
     limit = num_positions(config.model)
     reward = ModelScorer(name, make_engine(spec), encode, scale, max_len=limit)
     if aggregation is None or separator is None:

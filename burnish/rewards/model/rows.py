@@ -21,9 +21,10 @@ from burnish.data.chat import encode_completion, encode_conversation, encode_pro
 from burnish.data.decoding import response_text, tokens_within
 from burnish.data.left_out import Field, renders_tools
 from burnish.data.pieces import encode_piece
-from burnish.data.rendering import Tools, habits_of, tags_of
+from burnish.data.rendering import Tools, habits_of, render_text, tags_of
 from burnish.data.sources import DataError
 from burnish.data.thoughts import without_channels
+from burnish.models.scalar_model import SCORES_AT
 from burnish.reasoning_tags import REASONING_TAGS, THINK
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
@@ -113,18 +114,45 @@ def reward_encoder(
     name: str,
     *,
     step_separator: str | None = None,
+    to_last_token: bool = False,
 ) -> Encode:
     """Return the encoder of a reward model for the responses of a policy. Raises RewardError if the
     reward model's template cannot write an answer. ``name``: as in
     :class:`RowEncoder`. ``step_separator``: that of a process reward model; responses keep it if it
-    is a special token of the policy."""
+    is a special token of the policy. ``to_last_token``: rows of conversations go to the last token
+    of their rendering; otherwise they end with the end token of the answer."""
     text_of = partial(_with_first_space, policy_tokenizer)
     if step_separator and tokens_within(policy_tokenizer, step_separator):
         text_of = partial(_with_separators, policy_tokenizer, step_separator)
     continues = step_separator is not None
     rows = RowEncoder(reward_tokenizer, name, continues=continues, text_of=text_of)
     rows.check()
-    return SampledRows(rows) if same_tokens(reward_tokenizer, policy_tokenizer) else rows
+    same = same_tokens(reward_tokenizer, policy_tokenizer)
+    encode: Encode = SampledRows(rows) if same else rows
+    return _to_last_token(encode, rows) if to_last_token and not continues else encode
+
+
+def _to_last_token(encode: Encode, rows: RowEncoder) -> Encode:
+    """Return ``encode`` with the tokens that the template of ``rows`` writes behind the end token
+    of an answer; ``encode`` itself if it writes none. Plain text and cut answers have none."""
+    end, *behind = rows.end_of_answers()
+    if not behind:
+        return encode
+    log.info(
+        "reward %r: conversations are scored at the last token of their rendering (%r behind the "
+        "end token), because the config.json of its model does not say that it was trained at the "
+        'end token. If it was (by OpenRLHF, or by a Burnish without this field), write "%s": '
+        '"end_token" into it',
+        *(rows.name, rows.tokenizer.decode(behind), SCORES_AT),
+    )
+
+    def encode_to_last_token(item: RewardInput) -> Pair:
+        prompt, response = encode(item)
+        is_conversation = _answer_of(item).messages is not None
+        ended = is_conversation and list(response[-1:]) == [end]
+        return prompt, [*response, *behind] if ended else response
+
+    return encode_to_last_token
 
 
 def _with_first_space(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
@@ -318,6 +346,19 @@ class RowEncoder:
                 "so no conversation can be scored as the model was trained. Set its "
                 f"model.chat_template to the template that it was trained with. {error}"
             ) from error
+
+    def end_of_answers(self) -> list[int]:
+        """Return the last token of an answer in a row, and the tokens that the template writes
+        behind it. There is no template: the end token."""
+        if self.tokenizer.chat_template is None:
+            return [int(self.tokenizer.eos_token_id)]
+        messages = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
+        end = self._encoded(messages, ended=True)[1][-1]
+        if end not in special_tokens(self.tokenizer):  # it writes none, so its rows lack nothing
+            return [end]
+        text = render_text(self.tokenizer, messages, add_generation_prompt=False)
+        ids = encode_piece(self.tokenizer, text.rpartition(_ANSWER)[2])
+        return [end, *(ids[ids.index(end) + 1 :] if end in ids else ())]
 
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids). Raises RewardError if an episode needs the template

@@ -1,0 +1,152 @@
+"""Classifiers that others published score the last token of a rendered conversation; exports of
+Burnish the end token of its answer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from chat_families import byte_bpe
+from chat_templates import PUBLISHED, published_tokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from burnish.config.model import ModelConfig
+from burnish.data.chat import encode_prompt
+from burnish.data.pieces import encode_piece
+from burnish.models.scalar_model import reset_head, scores_last_token
+from burnish.models.value_head import load_scalar_model
+from burnish.rewards.base import RewardInput
+from burnish.rewards.model.config import ModelReward
+from burnish.rewards.model.reward import load_model_reward
+from burnish.rewards.model.rows import Encode, reward_encoder
+from burnish.train.torch.engine import TorchTrainEngine
+from burnish.types import Prompt, Sample
+
+ASKED = [{"role": "user", "content": "What is ab?"}]
+ANSWER = "It is ab.\n\nAnd c"
+
+
+def item_of(
+    policy: PreTrainedTokenizerFast, prompt: Any, text: str = ANSWER, *, ended: bool = True
+) -> RewardInput:
+    rendered, head = encode_prompt(policy, prompt)
+    ids = encode_piece(policy, text, after=head[-1:], before=rendered)
+    ids += [int(policy.eos_token_id)] * ended
+    messages = None if isinstance(prompt, str) else tuple(prompt)
+    data = Prompt("p", tuple(head), rendered, messages=messages)
+    ones = (0.0,) * len(ids), (True,) * len(ids), (0,) * len(ids)
+    finish: Any = "stop" if ended else "length"
+    sample = Sample("s", "p", 0, tuple(head), tuple(ids), *ones, text, finish)
+    return RewardInput(data, replace(sample, turns=(0,) * len(ids)))
+
+
+def ids_of(encode: Encode, item: RewardInput) -> list[int]:
+    prompt, response = encode(item)
+    return [*prompt, *response]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["policy's tokens", "other tokens"])
+@pytest.mark.parametrize("family", sorted(PUBLISHED))
+def test_a_published_classifier_reads_what_apply_chat_template_returns(
+    family: str, same: bool
+) -> None:
+    reward = published_tokenizer(family)
+    policy = published_tokenizer(family if same else "chatml")
+    if not same:
+        policy.add_tokens(["another"])
+    whole, short = (
+        reward_encoder(reward, policy, "rm", to_last_token=last) for last in (True, False)
+    )
+    item = item_of(policy, ASKED)
+    rendered: Any = reward.apply_chat_template(
+        [*ASKED, {"role": "assistant", "content": ANSWER}], tokenize=False
+    )
+    expected = reward(rendered, add_special_tokens=False)["input_ids"]
+    ids, begin = ids_of(whole, item), ids_of(short, item)
+    if family not in ("deepseek_r1", "qwq"):  # their prompts open reasoning, which they drop here
+        assert ids == expected
+    assert ids[: len(begin)] == begin
+    behind = reward.decode(ids[len(begin) :])
+    newlines = ("chatml", "smollm2", "qwen3", "qwq", "gemma")
+    assert behind == ("\n" if family in newlines else ""), family
+
+
+def test_plain_text_and_answers_that_were_cut_have_nothing_behind_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = published_tokenizer("chatml")
+    with caplog.at_level(logging.INFO, logger="burnish"):
+        whole, short = (
+            reward_encoder(tokenizer, tokenizer, "rm", to_last_token=last) for last in (True, False)
+        )
+    assert "scored at the last token" in caplog.text
+    for item in (item_of(tokenizer, "What is ab?"), item_of(tokenizer, ASKED, ended=False)):
+        assert ids_of(whole, item) == ids_of(short, item)
+    assert ids_of(whole, item_of(tokenizer, ASKED)) != ids_of(short, item_of(tokenizer, ASKED))
+
+
+def test_a_tokenizer_without_a_template_reads_text(caplog: pytest.LogCaptureFixture) -> None:
+    bare, policy = byte_bpe((), eos="</s>"), published_tokenizer("chatml")
+    item = item_of(policy, ASKED)
+    whole, short = (reward_encoder(bare, policy, "rm", to_last_token=b) for b in (True, False))
+    assert ids_of(whole, item) == ids_of(short, item)
+
+
+def test_the_config_of_a_classifier_decides(tmp_path: Path) -> None:
+    """Its score is the model card's: the classifier on the rendered conversation. With the field of
+    an export, it is that of the row up to the end token."""
+    tokenizer = published_tokenizer("chatml")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_attention_heads=2, num_labels=1, pad_token_id=0, **sizes
+    )
+    model = LlamaForSequenceClassification(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim > 1 else 1)
+    item = item_of(tokenizer, ASKED)
+    scores = {}
+    for name in ("published", "exported"):
+        if name == "exported":
+            model.config.update({"scores_at": "end_token"})
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        entry = ModelReward(model=ModelConfig(path=str(tmp_path / name)))
+        reward = load_model_reward(
+            entry,
+            tokenizer,
+            lambda spec: TorchTrainEngine(load_scalar_model(spec.role.model), spec),
+        )
+        (scores[name],) = reward.score([item])
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "published").eval()
+    text: Any = tokenizer.apply_chat_template(
+        [*ASKED, {"role": "assistant", "content": ANSWER}], tokenize=False
+    )
+    for name, row in (("published", text), ("exported", text.rstrip("\n"))):
+        ids = tokenizer(row, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            expected = float(judge(input_ids=ids).logits[0, 0])
+        assert scores[name] == pytest.approx(expected, abs=1e-5), name  # fp32, another order
+    assert abs(scores["published"] - scores["exported"]) > 1e-3  # type: ignore[operator]
+
+
+def test_training_further_forgets_where_a_classifier_was_scored() -> None:
+    config = LlamaConfig()
+    assert scores_last_token(config.to_dict())
+    config.update({"scores_at": "end_token"})
+    assert not scores_last_token(config.to_dict())
+    reset_head(config, 1)
+    assert scores_last_token(config.to_dict())
+    own: Any = SimpleNamespace(architectures=["BurnishScoreModel"])
+    assert not scores_last_token(vars(own))

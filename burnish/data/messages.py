@@ -46,12 +46,12 @@ def as_messages(
 ) -> list[dict[str, Any]]:
     """Return a list of messages in the form of :func:`burnish.chat_message.canonical`.
 
-    A string becomes one user message. ShareGPT turns (``from``, ``value``) become messages. Raises
-    DataError if ``value`` is not a list of messages, or if it begins with another system message
-    than ``system_prompt``.
+    A string becomes one user message, or the messages of its turns (HelpSteer2). ShareGPT turns
+    (``from``, ``value``) become messages. Raises DataError if ``value`` is not a list of messages,
+    or if it begins with another system message than ``system_prompt``.
     """
     if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
+        value = _messages_of_text(value)
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(
             f"expected a string or a non-empty list of chat messages, got {_short(value)}"
@@ -66,6 +66,35 @@ def as_messages(
             "differs; unset system_prompt, or remove the message from the data"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
+
+
+_TURN_MARK = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
+
+
+def _messages_of_text(text: str) -> list[dict[str, Any]]:
+    """Return a text as one user message. If it has the turn marks of NeMo, as the prompts of
+    HelpSteer2 have, return its turns, which begin and end with the user.
+
+    >>> _messages_of_text("Hi\\n<extra_id_1>Assistant\\nHello\\n<extra_id_1>User\\nBye")[1]
+    {'role': 'assistant', 'content': 'Hello'}
+    """
+    begins = text.startswith("<extra_id_1>User\n")
+    first, *rest = _TURN_MARK.split(f"\n{text}" if begins else text)
+    if not rest:
+        return [{"role": "user", "content": text}]
+    names, contents = rest[::2], rest[1::2]
+    if not first and names[0] == "User":
+        first, names, contents = contents[0], names[1:], contents[1:]
+    if names == ["Assistant", "User"] * (len(names) // 2) and all((first, *contents)):
+        roles = ("user", *map(str.lower, names))
+        return [{"role": r, "content": c} for r, c in zip(roles, (first, *contents), strict=True)]
+    note(
+        "turn_marks",
+        "a text has turn marks (<extra_id_1>User, <extra_id_1>Assistant), but its turns do not "
+        "alternate from the user to the user, so it is one message, marks included; write the "
+        "prompt as messages",
+    )
+    return [{"role": "user", "content": text}]
 
 
 def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:

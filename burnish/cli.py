@@ -44,7 +44,6 @@ app = typer.Typer(
     cls=CommandGroup,
     help="Align language models with reinforcement learning: one recipe and one command per job.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -72,11 +71,14 @@ def _print_version(is_set: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", envvar="BURNISH_DEBUG", help="Tracebacks for every error."),
+        typer.Option("--debug", envvar="BURNISH_DEBUG", help="Print a traceback for every error."),
     ] = False,
 ) -> None:
     """Options before the command."""
@@ -167,8 +169,8 @@ def _dry_run_text(config: JobConfig) -> str:
 
 @app.command()
 def check(arguments: Recipe = None) -> None:
-    """Check a recipe before its launch, without loading weights: every data row, lengths against
-    the model's positions, and the rewards on one row."""
+    """Check all rows and rewards of a recipe before its launch. Lengths are compared with the
+    model's positions, and rewards are called on one row. No weights are loaded."""
     recipe, overrides = split("check", arguments or [], resume=None)
     try:
         config = load_config(recipe, overrides)
@@ -187,7 +189,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A folder or hub name: check only how this model runs here, from its config.",
         ),
     ] = None,
@@ -203,8 +205,8 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """Check versions, devices, links and known-bad combinations, and self-test every installed
-    engine."""
+    """Check versions and engines of this machine, or one model. Also checks devices, links and
+    known-bad combinations. Every installed engine runs a self-test."""
     if model is not None and calibrate:
         raise ConfigError(f"give a model ({model}) or --calibrate, not both")
     if model is not None and (problem := folder_problem(model)):
@@ -219,13 +221,15 @@ def doctor(
 
 @app.command()
 def config(
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help=", ".join(JOBS))] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every job.")] = False,
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help=f"One of {', '.join(JOBS)}.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Print the keys of all jobs.")] = False,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print Markdown; with --all: docs/config.md.")
     ] = False,
 ) -> None:
-    """Print every key of a job's recipe, with its type, default and meaning."""
+    """Print all keys of a job's recipe, with types and defaults."""
     if job is not None and job not in JOBS:
         raise ConfigError(f"unknown job {job!r}{nearest(job, JOBS)}; jobs: {', '.join(JOBS)}")
     if job is not None and every:
@@ -258,8 +262,8 @@ def _print_fields(job: str, rows: list[FieldRow]) -> None:
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
-    """Write report.html of a run: curves, the time split, every kept sample. It is readable
-    offline."""
+    """Write report.html of a run, which is readable offline. It has curves, the time split and
+    every kept sample."""
     import burnish
 
     typer.echo(f"wrote {burnish.build_report(run)}")
@@ -274,7 +278,9 @@ def export(  # house: ok typer makes the options from the signature
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
-    model: Annotated[str, typer.Option(help="policy, policy-ema, critic or reward.")] = "policy",
+    model: Annotated[
+        str, typer.Option(help="Model to write: policy, policy-ema, critic or reward.")
+    ] = "policy",
     dtype: Annotated[
         Dtype,
         typer.Option(help="Number format of the weights. Checkpoints keep fp32 masters."),
@@ -306,8 +312,8 @@ def export(  # house: ok typer makes the options from the signature
         str | None, typer.Option(metavar="TEXT", help="With --push: message of the commit.")
     ] = None,
 ) -> None:
-    """Write one model of a checkpoint as a HuggingFace folder with a model card, and upload it with
-    --push."""
+    """Write a model of a checkpoint as a HuggingFace folder. The folder has a model card. --push
+    uploads it."""
     check_export(checkpoint, out)
     check_push_options(push, private=private, revision=revision, message=commit_message)
     import burnish
@@ -341,7 +347,7 @@ def plan(  # house: ok typer makes the options from the signature
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     fit: Annotated[
         bool, typer.Option("--fit", help="Search for settings that fit, fastest first.")
     ] = False,
@@ -354,7 +360,9 @@ def plan(  # house: ok typer makes the options from the signature
     ] = False,
     assume: Annotated[
         list[str] | None,
-        typer.Option(help="unreleased-gathers (DeepSpeed 0.16.0 to 0.16.7), kept-cache."),
+        typer.Option(
+            help="Also count unreleased-gathers (DeepSpeed 0.16.0 to 0.16.7) or kept-cache."
+        ),
     ] = None,
     gpus: Annotated[
         Path | None,
@@ -383,8 +391,8 @@ def plan(  # house: ok typer makes the options from the signature
         ),
     ] = False,
 ) -> None:
-    """Check whether a recipe fits into a cluster's memory, and estimate the time of a step, without
-    weights and without a GPU. Exit code 4: it does not fit."""
+    """Predict memory and step time of a recipe on a cluster. Needs neither weights nor a GPU. Exit
+    code 4: it does not fit."""
     from burnish.plan.command import PlanOptions, check_probe_options, plan_text
 
     recipe, overrides = split("plan", arguments or [], resume=None)
@@ -433,8 +441,8 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="Run folder.", show_default=False)
     ] = None,
 ) -> None:
-    """Train a real model on a real task on this machine: accuracy before and after, and the
-    report."""
+    """Train a small model on sums and print its accuracy. Shows accuracy before and after, times
+    and answers, and writes a report."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from burnish.demo import run_demo
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from burnish.cli_completion import complete_key
 from burnish.config import ConfigError
 
 Arguments = Annotated[
@@ -18,6 +19,7 @@ Arguments = Annotated[
         help="A recipe (YAML), and keys to change in it, such as train.lr=1e-6. 'burnish config "
         "JOB' lists the keys. With --resume the recipe is optional.",
         show_default=False,
+        autocompletion=complete_key,
     ),
 ]
 Recipe = Annotated[
@@ -27,6 +29,7 @@ Recipe = Annotated[
         help="A recipe (YAML), and keys to change in it, such as model.path=my-model. "
         "'burnish config JOB' lists the keys.",
         show_default=False,
+        autocompletion=complete_key,
     ),
 ]
 DryRun = Annotated[
@@ -111,7 +114,9 @@ ServerHost = Annotated[
         help="Address to listen on; addresses reachable from other machines need a token."
     ),
 ]
-ServerPort = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+ServerPort = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on. 0: a free one.")
+]
 AllowedHost = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Another name of this server. May be repeated."),
@@ -127,7 +132,7 @@ ServedDtype = Annotated[
     Dtype | None,
     typer.Option(help="Number format of the model. Default: bf16 on CUDA, else fp32."),
 ]
-ServedDevice = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+ServedDevice = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
 
 
 def on_ray(arguments: list[str] | None, address: str | None) -> list[str]:

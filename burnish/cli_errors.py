@@ -28,6 +28,8 @@ class CommandGroup(TyperGroup):
     Commands and options of other frameworks are errors that name their replacement."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if ctx.resilient_parsing:  # shell completion, which ignores errors
+            return super().resolve_command(ctx, args)
         if args and args[0] not in self.commands and (job := command_of(args[0])):
             raise ConfigError(
                 f"there is no command {args[0]!r}: use burnish {job}. docs/compare.md lists the "

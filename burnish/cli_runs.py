@@ -34,7 +34,7 @@ def compare(
         typer.Option(help="A metric, or a pattern such as 'reward/*'. May be repeated."),
     ] = None,
 ) -> None:
-    """Compare runs: the keys of their recipes that differ, and their metrics."""
+    """Compare runs: the keys that differ, and their metrics."""
     from burnish.runs.compare import metric_rows, recipe_difference
     from burnish.runs.folder import RunFolderError, load_run
     from burnish.runs.tables import console, difference_table, metrics_table

@@ -63,7 +63,7 @@ def serve_reward(  # house: ok typer makes the options from the signature
     << 20,
     max_queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting texts.")] = 4096,
 ) -> None:
-    """Serve the scores of a reward model over HTTP, compatible with OpenRLHF's servers."""
+    """Serve a reward model over HTTP. Compatible with OpenRLHF's servers."""
     if problem := folder_problem(model):
         raise ConfigError(problem.replace("--out DIR", "--model reward --out DIR"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -132,7 +132,7 @@ def serve(  # house: ok typer makes the options from the signature
         bool, typer.Option("--trust-remote-code", help="Run Python code that the model contains.")
     ] = False,
 ) -> None:
-    """Serve a language model over HTTP, with OpenAI's and Anthropic's APIs."""
+    """Serve a language model with OpenAI's and Anthropic's APIs."""
     _check_served(model)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from burnish.jobs.serve import serve
@@ -180,8 +180,8 @@ def chat(  # house: ok typer makes the options from the signature
     dtype: ServedDtype = None,
     device: ServedDevice = "auto",
 ) -> None:
-    """Talk to a language model: a prompt loop on a terminal, or one question from standard
-    input."""
+    """Talk to a model or a server. On a terminal: a prompt loop. Otherwise: one question from
+    standard input."""
     from burnish.serve.chat import Chat, talk
 
     parameters = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}

@@ -123,7 +123,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 
-TOP = {"cli", "cli_arguments", "cli_errors", "cli_runs", "cli_serve", "__main__", "__init__"}
+TOP = {
+    *("cli", "cli_arguments", "cli_completion", "cli_errors", "cli_runs", "cli_serve"),
+    *("__main__", "__init__"),
+}
 
 ONLY_IN = {
     "ray": "runtime/ray/cluster.py",

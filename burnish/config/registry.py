@@ -32,41 +32,41 @@ class JobEntry(NamedTuple):
 
 
 REGISTRY: dict[str, JobEntry] = {
-    "sft": JobEntry(SFTConfig, "burnish.jobs.sft", "Supervised fine-tuning on demonstrations."),
+    "sft": JobEntry(SFTConfig, "burnish.jobs.sft", "Fine-tune a model on demonstrations."),
     "rm": JobEntry(
         RewardModelConfig,
         "burnish.jobs.reward_model",
-        "A reward model from preference pairs, scores, classes or step labels.",
+        "Train a reward model on pairs, scores, classes or steps.",
     ),
     "preference": JobEntry(
         PreferenceConfig,
         "burnish.jobs.preference",
-        "A policy from preferences, without rollouts: DPO and its family.",
+        "Train on preferences without rollouts: DPO and its family.",
     ),
     "distill": JobEntry(
         DistillConfig,
         "burnish.jobs.distill",
-        "A student from a teacher's distribution over every token of given rows.",
+        "Train a student on a teacher's distribution over tokens.",
     ),
     "rl": JobEntry(
         RLConfig,
         "burnish.jobs.rl",
-        "Reinforcement learning from rewards: PPO, GRPO and their family.",
+        "Train on rewards of responses: PPO, GRPO and their family.",
         replayable=True,
     ),
     "evaluate": JobEntry(
         EvaluateConfig,
         "burnish.jobs.evaluate",
-        "pass@1 and pass@k of a model on held-out prompts.",
+        "Measure pass@1 and pass@k of a model on held-out prompts.",
         resumable=False,
     ),
     "generate": JobEntry(
         GenerateConfig,
         "burnish.jobs.generate",
-        "Answers to a file of prompts: all, the best, or pairs; data for the next job.",
+        "Sample responses to prompts, as data for the next job.",
     ),
     "score": JobEntry(
-        ScoreConfig, "burnish.jobs.score", "Rewards of the responses in a file, as rows of a file."
+        ScoreConfig, "burnish.jobs.score", "Compute the rewards of the responses in a file."
     ),
 }
 

@@ -38,6 +38,7 @@ from burnish.agents.reading import (
     ignored_parameters,
     sampling_parameters,
     stop_texts,
+    unread_keys,
     unread_parameters,
     unsupported_parameters,
 )
@@ -54,6 +55,13 @@ _PARAMETERS = {
     "container": Parameter("the server has no code execution"),
     "prefill": Parameter("a response cannot be begun by the client"),
 }
+_MESSAGE_KEYS = frozenset(
+    {
+        *("role", "content"),
+        *("id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage"),
+    }
+)
+"""Keys of messages that are read, and those that clients keep of a reply."""
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {"context_management": ({},)}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
@@ -153,7 +161,12 @@ def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
         show_reasoning=thinks,
         unsupported=unsupported,
         **sampling_parameters(root),
-        ignored=(*ignored_parameters(root, _NO_EFFECT), *ignored, *unread_parameters(root)),
+        ignored=(
+            *ignored_parameters(root, _NO_EFFECT),
+            *ignored,
+            *unread_keys(root.need("messages"), lambda _: _MESSAGE_KEYS),
+            *unread_parameters(root),
+        ),
     )
 
 

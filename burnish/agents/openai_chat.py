@@ -6,7 +6,7 @@ own API returns none. Log-probs cover every sampled token, those of reasoning an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -32,14 +32,13 @@ from burnish.agents.conversation import (
     tool_call,
 )
 from burnish.agents.reading import (
-    MAX_UNREAD,
-    NO_INFLUENCE,
     Json,
     Parameter,
     checked_body,
     ignored_parameters,
     sampling_parameters,
     stop_texts,
+    unread_keys,
     unread_parameters,
     unsupported_parameters,
 )
@@ -55,17 +54,16 @@ from burnish.agents.writing import (
 )
 from burnish.chat_message import REASONING
 
-_LONGEST_KEY = 60
-"""Characters of a key that a header names."""
 _MESSAGE_KEYS = frozenset(
     {
-        *("role", "content", "refusal", "tool_calls", "tool_call_id", "name", "function_call"),
+        *("role", "content", "tool_call_id", "name"),
         *("annotations", "id", "index", "type", "status", "finish_reason"),
-        *REASONING,
     }
 )
 """Keys of messages that are read, and those that clients keep of a reply and that say nothing of
 its text."""
+_ANSWER_KEYS = frozenset({"refusal", "tool_calls", "function_call", *REASONING})
+"""Keys of messages of the assistant that are read, too."""
 MAX_N = 128
 """Maximum responses of one call."""
 _MAX_TOKEN_ID = 2**31 - 1
@@ -173,7 +171,7 @@ class ChatCompletions:
             ignored=(
                 *ignored_parameters(root, _NO_EFFECT),
                 *["strict"] * strict,  # arguments constrained to the schema of a tool
-                *_unread_keys(root.need("messages")),
+                *unread_keys(root.need("messages"), _read_keys),
                 *unread_parameters(root),
             ),
         )
@@ -289,13 +287,9 @@ def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:
     return conversation.finish(node.path)
 
 
-def _unread_keys(messages: Json) -> list[str]:
-    """Return ``messages.KEY`` for each key of messages that nothing reads. The templates of some
-    families read keys of their own, which rows of data pass to them."""
-    keys = {key for each in messages.items() for key, value in each.mapping().items() if value}
-    unread = sorted(keys - _MESSAGE_KEYS - NO_INFLUENCE)
-    usable = [key for key in unread if key.isidentifier() and len(key) <= _LONGEST_KEY][:MAX_UNREAD]
-    return [f"messages.{key}" for key in usable] + ["other"] * (len(usable) < len(unread))
+def _read_keys(message: Mapping[str, Any]) -> Collection[str]:
+    is_answer = message.get("role") == "assistant"
+    return _MESSAGE_KEYS | _ANSWER_KEYS if is_answer else _MESSAGE_KEYS
 
 
 def _read_message(node: Json) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from burnish.agents.reading import (
     checked_body,
     ignored_parameters,
     sampling_parameters,
+    unread_keys,
     unread_parameters,
     unsupported_parameters,
 )
@@ -45,6 +46,14 @@ _PARAMETERS = {
     "background": Parameter("responses are not stored", (False,)),
     "top_logprobs": Parameter("only log-probs of sampled tokens are known; use 0", (0,)),
 }
+_KEYS_OF_REPLIES = frozenset({"type", "id", "status"})
+_ITEM_KEYS = {
+    "message": {"role", "content"},
+    "reasoning": {"content", "summary", "encrypted_content"},
+    "function_call": {"call_id", "name", "arguments", "parsed_arguments"},
+    "function_call_output": {"call_id", "output"},
+}
+"""Keys of each type of item that are read, and those that clients keep of a reply."""
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "truncation": ("disabled",),
@@ -80,7 +89,12 @@ class Responses:
             stream_usage=True,
             unsupported={**unsupported_parameters(root, _PARAMETERS), **unsupported},
             **sampling_parameters(root),
-            ignored=(*ignored_parameters(root, _NO_EFFECT), *ignored, *unread_parameters(root)),
+            ignored=(
+                *ignored_parameters(root, _NO_EFFECT),
+                *ignored,
+                *_unread_keys(root.need("input")),
+                *unread_parameters(root),
+            ),
         )
 
     def write(self, call: ModelCall, reply: ModelReply) -> dict[str, Any]:
@@ -220,6 +234,14 @@ def _read_tools(node: Json) -> tuple[Any, ...]:
             raise kind.wrong("'function': the server has no tools of its own")
         tools.append(function_tool(tool, "parameters"))
     return checked_tools(tools, node.path)
+
+
+def _unread_keys(node: Json) -> list[str]:
+    if isinstance(node.value, str):
+        return []
+    return unread_keys(
+        node, lambda item: _KEYS_OF_REPLIES | _ITEM_KEYS[item.get("type") or "message"]
+    )
 
 
 def _text_and_reasoning(root: Json) -> tuple[dict[str, str], list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -213,6 +213,25 @@ def unread_parameters(root: Json) -> tuple[str, ...]:
     ]
     usable = [name for name in usable if len(name) <= _SHOWN][:MAX_UNREAD]
     return (*usable, *["other"] * (len(usable) < len(names)))
+
+
+def unread_keys(
+    messages: Json, read_keys: Callable[[Mapping[str, Any]], Collection[str]]
+) -> list[str]:
+    """Return ``PATH.KEY`` for each key that some of ``messages`` has in addition to its
+    ``read_keys``, with the path of the list. The templates of some families read keys of their own,
+    which rows of data pass to them. Empty values are left out.
+
+    Keys that are no identifiers are returned as ``other``, as are those after MAX_UNREAD.
+    """
+    keys: set[str] = set()
+    for each in messages.items():
+        message = each.mapping()
+        keys |= {key for key, value in message.items() if value} - set(read_keys(message))
+    unread = sorted(keys - NO_INFLUENCE)
+    usable = [key for key in unread if key.isidentifier() and len(key) <= _SHOWN][:MAX_UNREAD]
+    names = [f"{messages.path}.{key}" for key in usable]
+    return names + ["other"] * (len(usable) < len(unread))
 
 
 def _present_names(mapping: Mapping[str, Any], prefix: str) -> list[str]:

@@ -413,9 +413,43 @@ def test_unread_keys_of_messages_are_named_and_each_key_of_reasoning_is_read() -
         {"role": "system", "content": "x", "functions": "[f]", "cache_control": {"type": "e"}},
         {"role": "assistant", "content": "y", "thinking": "t", "reasoning_content": ""},
         {"role": "assistant", "content": "y", "thinking": {"a": 1}, "annotations": [1]},
-        {"role": "user", "content": "z", "bad key": 1, "details": {"a": 1}},
+        {"role": "user", "content": "z", "bad key": 1, "details": {"a": 1}, "reasoning": "no"},
     ]
     body = {**BODIES["/v1/chat/completions"], "messages": messages}
     call = DIALECTS["/v1/chat/completions"].read(body, max_messages=9)
     assert call.messages[1]["reasoning_content"] == "t"
-    assert call.ignored == ("messages.details", "messages.functions", "other")
+    unread = ("messages.details", "messages.functions", "messages.reasoning", "other")
+    assert call.ignored == unread
+
+
+@pytest.mark.parametrize(
+    ("path", "items", "unread"),
+    [
+        (
+            "/v1/messages",
+            [
+                {"role": "user", "content": "x", "functions": "[f]", "thinking": "", "usage": {}},
+                {"role": "assistant", "content": "y", "id": "msg_1", "stop_reason": "end_turn"},
+                {"role": "user", "content": "z", "tools": "[g]", "cache_control": {"type": "e"}},
+            ],
+            ("messages.functions", "messages.tools"),
+        ),
+        (
+            "/v1/responses",
+            [
+                {"role": "user", "content": "x", "functions": "[f]", "name": "n", "type": None},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "e"},
+                {"type": "message", "role": "assistant", "content": "y", "status": "completed"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "o", "thinking": "t"},
+            ],
+            ("input.functions", "input.name", "input.thinking"),
+        ),
+        ("/v1/responses", "x", ()),
+    ],
+)
+def test_unread_keys_are_named_in_every_api(path: str, items: Any, unread: tuple[str, ...]) -> None:
+    body = {**BODIES[path], ("input" if "responses" in path else "messages"): items}
+    before = DIALECTS[path].read(BODIES[path], max_messages=9).ignored
+    call = DIALECTS[path].read(body, max_messages=9)
+    assert tuple(name for name in call.ignored if name not in before) == unread

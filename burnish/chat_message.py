@@ -9,13 +9,15 @@ value is absent. Other keys are passed on unchanged. A tool call is ``{"id": ...
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from burnish.errors import BurnishError
 from burnish.json_text import json_value
 
+T = TypeVar("T")
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "..."}``."""
 
@@ -286,18 +288,40 @@ def with_names_of_calls(messages: Sequence[Message]) -> Sequence[Message]:
     """
     if all(message["role"] != "tool" or "name" in message for message in messages):
         return messages
-    names: dict[str, list[str]] = {}
+    calls: AnsweredCalls[str] = AnsweredCalls()
     named = []
     for message in messages:
-        calls = message.get("tool_calls") or ()
-        names |= {str(call.get("id") or ""): [] for call in calls}
-        for call in calls:  # calls that share an id have results in order
-            names[str(call.get("id") or "")].append(call["function"]["name"])
-        call_id = message.get("tool_call_id")
-        known = names.get(str(call_id)) if call_id and message["role"] == "tool" else None
-        name = None if known is None else known.pop(0) if len(known) > 1 else known[0]
+        made = message.get("tool_calls") or ()
+        calls.add((call.get("id"), call["function"]["name"]) for call in made)
+        name = calls.answered_by(message) if message["role"] == "tool" else None
         named.append(message if name is None or "name" in message else {**message, "name": name})
     return named
+
+
+class AnsweredCalls(Generic[T]):
+    """A value of each tool call so far, which its result finds by ``tool_call_id``.
+
+    The calls of one answer that share an id have results in order. A later answer may use an id
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, deque[T]] = {}
+
+    def add(self, calls: Iterable[tuple[Any, T]]) -> None:
+        """Add the calls of one answer: (id, value)."""
+        added: dict[str, deque[T]] = {}
+        for call_id, value in calls:
+            if call_id:
+                added.setdefault(str(call_id), deque()).append(value)
+        self._values |= added
+
+    def answered_by(self, message: Message) -> T | None:
+        """Return the value of the call that a tool result answers, None if there is none."""
+        values = self._values.get(str(message.get("tool_call_id") or ""))
+        if not values:
+            return None
+        return values.popleft() if len(values) > 1 else values[0]
 
 
 def with_cut_end(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from burnish.agents.calls import CallError, Message, ToolChoice, invalid
 from burnish.agents.reading import Json, checked_value
-from burnish.chat_message import text_of
+from burnish.chat_message import AnsweredCalls, text_of
 from burnish.json_text import json_value
 
 _MEDIA = ("image", "audio", "video", "file", "document")
@@ -23,8 +23,7 @@ class Conversation:
         self._max_messages = max_messages
         self._messages: list[Message] = []
         self._last_path = ""
-        self._names: dict[str, str] = {}
-        """Id of every tool call so far -> name of the tool."""
+        self._names: AnsweredCalls[str] = AnsweredCalls()
 
     def add(self, message: Mapping[str, Any], path: str) -> None:
         """Append a message. Raises CallError if there are too many, or if it is a tool result
@@ -34,16 +33,16 @@ class Conversation:
                 path, f"the conversation has more than {self._max_messages} messages; shorten it"
             )
         if message["role"] == "tool":
-            call_id = message["tool_call_id"]
-            if call_id not in self._names:
+            name = self._names.answered_by(message)
+            if name is None:
                 raise invalid(
                     path,
-                    f"{path} is the result of the tool call {call_id[:60]!r}, but no earlier "
-                    "assistant message has a call with this id; send that message too",
+                    f"{path} is the result of the tool call {message['tool_call_id'][:60]!r}, but "
+                    "no earlier assistant message has a call with this id; send that message too",
                 )
-            message = {"name": self._names[call_id], **message}
-        for call in message.get("tool_calls", ()):
-            self._names[call["id"]] = call["function"]["name"]
+            message = {"name": name, **message}
+        calls = message.get("tool_calls", ())
+        self._names.add((call["id"], call["function"]["name"]) for call in calls)
         self._messages.append(message)
         self._last_path = path
 

@@ -11,7 +11,7 @@ recorded tokens stay as they were sampled.
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from burnish.agents.calls import ModelCall, invalid, well_formed
 from burnish.agents.replies import checked_ids
-from burnish.chat_message import Message
+from burnish.chat_message import AnsweredCalls, Message
 from burnish.compact import IntArray
 from burnish.episodes.loop import Policy
 from burnish.episodes.parsing import ParsedMessage
@@ -314,23 +314,15 @@ def _with_recorded_ids(
 ) -> tuple[Message, ...]:
     """Return new messages whose results have the ids of the recorded calls. ``known``: the messages
     before, as the client sent them, which may have other ids; ``recorded``: the same, recorded."""
-    ids: dict[str, deque[str]] = {}
+    ids: AnsweredCalls[str] = AnsweredCalls()
     for message, answer in zip(known, recorded, strict=True):
         pairs = zip(message.get("tool_calls") or (), answer.get("tool_calls") or (), strict=True)
-        named = [(sent["id"], call["id"]) for sent, call in pairs if "id" in sent]
-        ids |= {name: deque() for name, _ in named}  # a later answer may use a name again
-        for name, identity in named:
-            ids[name].append(identity)
-    return tuple(_renamed(message, ids) for message in new)
-
-
-def _renamed(message: Message, ids: Mapping[str, deque[str]]) -> Message:
-    """Return a result with the recorded id of its call. Calls of one id have results in order."""
-    recorded = ids.get(message.get("tool_call_id") or "")
-    if not recorded:
-        return message
-    identity = recorded.popleft() if len(recorded) > 1 else recorded[0]
-    return {**message, "tool_call_id": identity}
+        ids.add((sent.get("id"), call["id"]) for sent, call in pairs)
+    identities = [ids.answered_by(message) for message in new]
+    return tuple(
+        message if identity is None else {**message, "tool_call_id": identity}
+        for message, identity in zip(new, identities, strict=True)
+    )
 
 
 def _text_behind(call: RecordedCall, text: str) -> str | None:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from burnish.agents.anthropic_messages import Messages
 from burnish.agents.app import parse_json
 from burnish.agents.calls import CallError, check_supported, well_formed
+from burnish.agents.conversation import Conversation
 from burnish.agents.openai_chat import ChatCompletions, Completions
 from burnish.agents.openai_responses import Responses
+from burnish.chat_message import with_names_of_calls
 
 DIALECTS = {
     "/v1/chat/completions": ChatCompletions(),
@@ -453,3 +455,25 @@ def test_unread_keys_are_named_in_every_api(path: str, items: Any, unread: tuple
     before = DIALECTS[path].read(BODIES[path], max_messages=9).ignored
     call = DIALECTS[path].read(body, max_messages=9)
     assert tuple(name for name in call.ignored if name not in before) == unread
+
+
+def test_results_of_calls_that_share_an_id_get_the_names_that_rows_give_them() -> None:
+    """In order; a later answer may use the id again. The last name of an answer was given to all of
+    its results."""
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in ("f", "g", "h")
+    ]
+    result = {"role": "tool", "tool_call_id": "c", "content": "r"}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": calls[:2]},
+        *[result] * 3,
+        {"role": "assistant", "content": "", "tool_calls": calls[2:]},
+        result,
+    ]
+    conversation = Conversation(max_messages=9)
+    for message in messages:
+        conversation.add(message, "messages")
+    names = [message.get("name") for message in conversation.finish("messages")]
+    assert names == [None, "f", "g", "g", None, "h"]
+    assert [message.get("name") for message in with_names_of_calls(messages)] == names

@@ -18,10 +18,12 @@ from pydantic import BeforeValidator, Field
 from burnish.config.base import Node, OlderKeys, PathText, on_off
 from burnish.data_files import arrow_files
 from burnish.data_files.reading import (
+    DEFAULT_SPLIT,
     default_name,
     files_of,
     first_file,
     num_rows_of,
+    only_split,
     splits_of_path,
 )
 from burnish.data_files.splits import FilesError, left_out_line
@@ -200,6 +202,11 @@ class HubSource(SourceSettings):
         return self.path
 
     @property
+    def split_read(self) -> str:
+        """The split that is read."""
+        return self.split or only_split(Path(self.path)) or DEFAULT_SPLIT
+
+    @property
     def source_name(self) -> str:
         return self.name or Path(self.path).name
 
@@ -214,7 +221,7 @@ class HubSource(SourceSettings):
     @property
     def identities(self) -> frozenset[str]:
         place = os.path.realpath(self.path) if os.path.exists(self.path) else self.path
-        return frozenset({f"{place}[{self.subset}][{self.split or 'train'}]"})
+        return frozenset({f"{place}[{self.subset}][{self.split_read}]"})
 
     def num_rows(self) -> int | None:
         return self.max_samples if self.is_streamed else None

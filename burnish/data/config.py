@@ -152,8 +152,9 @@ class DataConfig(Node):
     @property
     def nested_keys(self) -> list[str]:
         """Dotted paths that the recipe sets as columns."""
-        keys = (value for name, value in self if name.endswith("_key") and isinstance(value, str))
-        return [key for key in keys if "." in key]
+        one = (value for name, value in self if name.endswith("_key"))
+        several = (key for name, value in self if name.endswith("_keys") for key in value or ())
+        return [key for key in (*one, *several) if isinstance(key, str) and "." in key]
 
     @property
     def row_keys(self) -> Keys:

@@ -123,9 +123,19 @@ def response_column(row: Row, key: str, field: str) -> Any:
     """Return the text or the messages in column ``key``, as :func:`content_column` does. A text in
     a row of the job generate is what was sampled, also if it is JSON of messages."""
     value = column(row, key, field)
-    ends = {"finish_reason", f"{key}_finish_reason"} & row.values.keys()
+    ends = {"finish_reason", _written_beside(row, key, field, "finish_reason")} & row.values.keys()
     is_sampled = f"{key}_tokens" in row.values or (ends and "prompt_id" in row.values)
     return value if is_sampled and isinstance(value, str) else content_column(row, key, field)
+
+
+def _written_beside(row: Row, key: str, field: str, suffix: str) -> str:
+    """Return the name of a column about the response in column ``key``: ``key_finish_reason``.
+
+    If the response's column was renamed alone, it is ``chosen_finish_reason`` of the default name
+    of ``field``."""
+    default = field.removesuffix("_key")
+    is_renamed = f"{key}_{suffix}" not in row.values and default not in row.values
+    return f"{default if is_renamed else key}_{suffix}"
 
 
 def prompt_column(row: Row, key: str, template: str | None) -> Any:
@@ -273,7 +283,7 @@ def exchange(
 ) -> Exchange:
     """Return the exchange of ``prompt`` and column ``key``, which is set by the config key
     ``field``. ``use_tokens``: with its sampled token ids, if the row has them."""
-    ids = row.values.get(f"{key}_tokens") if use_tokens else None
+    ids = row.values.get(_written_beside(row, key, field, "tokens")) if use_tokens else None
     is_list = isinstance(ids, (list, tuple)) and bool(ids)
     usable = is_list and all(isinstance(i, int) and not isinstance(i, bool) for i in ids or ())
     return Exchange(
@@ -283,15 +293,15 @@ def exchange(
         list(ids or ()) if usable else None,
         row.values.get("prompt_tokens"),
         system_of(row, config, prompt),
-        is_cut=is_cut(row, key),
+        is_cut=is_cut(row, key, field),
     )
 
 
-def is_cut(row: Row, key: str) -> bool:
+def is_cut(row: Row, key: str, field: str) -> bool:
     """Return whether the column ``key_finish_reason`` or ``finish_reason`` says that the response
-    in column ``key`` was cut."""
-    values = row.values
-    return values.get(f"{key}_finish_reason", values.get("finish_reason")) in CUT_REASONS
+    in column ``key``, which is set by the config key ``field``, was cut."""
+    column_of_end = _written_beside(row, key, field, "finish_reason")
+    return row.values.get(column_of_end, row.values.get("finish_reason")) in CUT_REASONS
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, row: EncodedRow) -> EncodedRow:

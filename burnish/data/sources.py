@@ -20,14 +20,10 @@ from burnish.data.files import missing_file
 from burnish.data.streamed import StreamedRows, num_first
 from burnish.data_files.arrow_files import READ_ERRORS
 from burnish.data_files.class_labels import labels_in_features, with_class_names
-from burnish.data_files.reading import is_saved_dataset
+from burnish.data_files.reading import DEFAULT_SPLIT, is_saved_dataset
 from burnish.environments.multi_turn import TASK_NUMBER
 
 __all__ = ["DataError", "Row", "Source", "first_rows", "open_source", "open_sources"]
-
-
-_SPLIT = "train"
-"""Split of a dataset if the recipe names none."""
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -82,21 +78,20 @@ def _open_dataset(config: HubSource) -> Source:
             dataset = dataset.to_iterable_dataset() if config.streaming is not None else dataset
         else:
             dataset = datasets.load_dataset(
-                config.path, config.subset, split=config.split or _SPLIT, **more
+                config.path, config.subset, split=config.split_read, **more
             )
     except DataError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(
             f"data set {config.path!r} (subset {config.subset!r}, split "
-            f"{config.split or _SPLIT!r}) cannot "
-            f"be loaded: {error}. Check the name, or download it on a machine with network access "
-            "and use its folder"
+            f"{config.split_read!r}) cannot be loaded: {error}. Check the name, or download it on "
+            "a machine with network access and use its folder"
         ) from error
 
     features = {} if dataset.features is None else dataset.features.to_dict()
     labeled = labels_in_features(features)
-    split = dataset.split or config.split or _SPLIT
+    split = dataset.split or config.split_read
     name, place = config.name or folder.name, f"{config.path}[{split}]"
     if config.streaming is not None:
         if labeled:
@@ -130,7 +125,7 @@ def _check_folder(config: HubSource) -> None:
 def _choose_split(saved: Any, config: HubSource) -> Any:
     """Return the configured split of a ``load_from_disk`` result (dict of splits or one split)."""
     if isinstance(saved, dict):
-        split_name = config.split or _SPLIT
+        split_name = config.split_read
         if split_name not in saved:
             splits = [str(split) for split in saved]
             raise DataError(
@@ -138,7 +133,7 @@ def _choose_split(saved: Any, config: HubSource) -> Any:
                 f"{', '.join(splits)}{nearest(split_name, splits)}"
             )
         return saved[split_name]
-    split = str(saved.split or _SPLIT)
+    split = str(saved.split or DEFAULT_SPLIT)
     if config.split not in (None, split):
         raise DataError(
             f"{config.path} is the split {split!r}, not {config.split!r}. Remove split to read all "

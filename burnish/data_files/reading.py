@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, cast
 from burnish.data_files import arrow_files
 from burnish.data_files.splits import FilesError, Splits, splits_of
 from burnish.json_text import json_value
+from burnish.small_files import read_small
 
 LARGEST_JSON = 16 << 20
 """Maximum bytes of a .json file, which is parsed as a unit; a larger one is not checked."""
@@ -41,6 +42,8 @@ def decoded(values: dict[str, Any]) -> dict[str, Any]:
 # --- files
 
 
+DEFAULT_SPLIT = "train"
+"""Split of a data set that is read if a recipe names none."""
 SAVED_DATASET = ("dataset_dict.json", "state.json")
 """Files of a folder written by ``datasets.save_to_disk``: one of them exists."""
 
@@ -107,6 +110,21 @@ def is_glob(path: str) -> bool:
 def is_saved_dataset(folder: Path) -> bool:
     """Return whether a folder was written by ``datasets.save_to_disk``."""
     return any((folder / name).exists() for name in SAVED_DATASET)
+
+
+def only_split(folder: Path) -> str | None:
+    """Return the name of the split of a folder written by ``save_to_disk`` that has a single one;
+    None for other folders, and if its file cannot be read."""
+    splits, split = (folder / name for name in SAVED_DATASET)
+    try:
+        if splits.exists():
+            names = json_value(read_small(splits).decode())["splits"]
+            return str(names[0]) if len(names) == 1 else None
+        if split.exists():
+            return str(json_value(read_small(split).decode())["_split"] or DEFAULT_SPLIT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None
 
 
 def default_name(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -172,3 +173,14 @@ def test_yes_and_no_of_yaml_are_no_names() -> None:
         ClassesDataConfig(sources=("a.jsonl",), kind="classes", classes=(True, False))
     names = ClassesDataConfig(sources=("a.jsonl",), kind="classes", classes=("yes", "no")).names
     assert names == ("yes", "no")
+
+
+def test_score_keys_may_be_dotted_paths(chars: Tok, jsonl: Jsonl) -> None:
+    """Into objects, and lists in JSON text; a column with that name comes first."""
+    path = jsonl([BASE | {"of": {"helpful": 1, "all": json.dumps([2])}, "of.x": 3}])
+    data = data_of(path, score_keys=["of.helpful", "of.all.0", "of.x"])
+    assert data.broken_rules() == []
+    labels = load_batch(data, chars).labels
+    assert labels is not None
+    assert labels.tolist() == [[1, 2, 3]]
+    assert "of.y" in data.model_copy(update={"score_keys": ("of.y",)}).broken_rules()[0]

@@ -119,6 +119,34 @@ def test_a_response_of_a_pair_that_was_cut_has_no_end_token(
 
 
 @pytest.mark.parametrize(
+    ("columns", "keys", "cut"),
+    [
+        ({"a": "2", "b": "3"}, {"chosen_key": "a", "rejected_key": "b"}, "3"),
+        ({"a": "2", "rejected": "3"}, {"chosen_key": "a"}, "3"),
+        # the column belongs to another response
+        (
+            {"chosen": "3", "rejected": "2"},
+            {"chosen_key": "rejected", "rejected_key": "chosen"},
+            "2",
+        ),
+        ({"a": "2", "b": "3", "rejected": "x"}, {"chosen_key": "a", "rejected_key": "b"}, None),
+        (
+            {"a": "2", "b": "3", "b_finish_reason": "stop"},
+            {"chosen_key": "a", "rejected_key": "b"},
+            None,
+        ),
+    ],
+)
+def test_the_finish_reason_of_a_renamed_column_is_read(
+    columns: dict[str, str], keys: dict[str, str], cut: str | None, chars: Tok, jsonl: Jsonl
+) -> None:
+    row = {"prompt": "1+1=", "rejected_finish_reason": "length", **columns}
+    config = PreferenceDataConfig(sources=(jsonl([row]),), **keys)  # type: ignore[arg-type]
+    text = "".join(each if each == cut else f"{each}<|im_end|>" for each in "23")
+    assert trained(chars, load_batch(config, chars)) == text
+
+
+@pytest.mark.parametrize(
     "row",
     [
         {"prompt": "1+1", "response": "2"},

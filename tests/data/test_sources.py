@@ -244,6 +244,24 @@ def test_the_only_split_of_a_folder_needs_no_key_also_in_a_resumed_run(tmp_path:
             open_source(HubSource(path=unnamed, split=split))
 
 
+def test_the_only_split_of_a_dict_of_splits_is_read_and_is_one_set_of_rows(tmp_path: Path) -> None:
+    """With and without its name it is the same rows, which are not held out from training."""
+    folders = []
+    for split in ("validation", "other"):
+        rows = datasets.Dataset.from_list(ROWS)
+        folders.append(str(tmp_path / split))
+        datasets.DatasetDict({split: rows}).save_to_disk(folders[-1])
+        unnamed, named = (HubSource(path=folders[-1], split=s) for s in (None, split))
+        assert open_source(unnamed)[0] == open_source(named)[0]
+        assert unnamed.identities == named.identities
+        assert HubSource(path=folders[-1], split="train").identities != named.identities
+        with pytest.raises(DataError, match="no split 'train'"):
+            open_source(HubSource(path=folders[-1], split="train"))
+    for damaged in ('{"splits": 7}', '{"splits": []}', "[", ""):
+        (Path(folders[0]) / "dataset_dict.json").write_text(damaged)
+        assert HubSource(path=folders[0]).split_read == "train"
+
+
 def test_a_dataset_is_loaded_by_name_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -124,7 +124,7 @@ class SFTEncoder:
             note_flags(messages, range(len(messages)))
         else:
             note_other_roles(messages)
-        cut = is_cut(row, kind)
+        cut = is_cut(row, kind, "messages_key")
         if config.use_tokens:
             trained = trained_turns(messages, only_last=self._only_last)
             sampled = sampled_row(row, tokenizer, messages, tools, trained=trained)

@@ -279,7 +279,10 @@ def export(  # house: ok typer makes the options from the signature
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder.")],
     model: Annotated[
-        str, typer.Option(help="Model to write: policy, policy-ema, critic or reward.")
+        str,
+        typer.Option(
+            help="Model to write: policy, critic or reward, or its moving average (policy-ema)."
+        ),
     ] = "policy",
     dtype: Annotated[
         Dtype,

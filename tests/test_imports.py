@@ -90,7 +90,7 @@ ALLOWED: dict[str, set[str]] = {
     "host_copies": set(),
     "algorithms": MATHS,
     "config": {"errors", "json_text", "data_files"},
-    "data_files": {"errors", "json_text"},
+    "data_files": {"errors", "json_text", "small_files"},
     "distributed": BASE | {"models"},
     "optimizers": BASE | {"models", "distributed"},
     # engines and what feeds them; neighbours only where one is made of the other

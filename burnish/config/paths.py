@@ -40,12 +40,8 @@ def folder_problem(path: str) -> str | None:
         gguf = f", and model.gguf_file={folder.name}" if folder.suffix == ".gguf" else ""
         return f"the model {path} is a file; set the folder that contains it, {folder.parent}{gguf}"
     if folder.is_dir():
-        is_run = (folder / "checkpoints").is_dir()
-        if is_run or (folder / "manifest.json").is_file():
-            return (
-                f"{folder} is {'a run folder' if is_run else 'a checkpoint'}, not a model; export "
-                f"its model to a folder first: burnish export {folder} --out DIR"
-            )
+        if problem := _unexported(folder):
+            return f"{problem} --out DIR"
         if not any(folder.iterdir()):
             return (
                 f"the model folder {folder} is empty; set a folder with a model (config.json and "
@@ -107,6 +103,25 @@ def models_of(node: Node, path: str = "") -> Iterator[tuple[str, ModelConfig]]:
                 yield from models_of(item, key if number is None else f"{key}.{number}")
 
 
+def _unexported(folder: Path) -> str | None:
+    """Return that ``folder`` is of a run or a checkpoint, with the beginning of the command that
+    exports its model; None if it is not."""
+    if (folder / "checkpoints").is_dir():
+        kind, source = "a run folder", folder
+    elif (folder / "manifest.json").is_file():
+        kind, source = "a checkpoint", folder
+    elif (folder / "engine.json").is_file() and (folder.parent / "manifest.json").is_file():
+        kind, source = "a part of a checkpoint", folder.parent
+    elif any(folder.glob("step_*/manifest.json")):
+        kind, source = "the checkpoints of a run", folder.parent
+    else:
+        return None
+    return (
+        f"{folder} is {kind}, not a model; export its model to a folder first: burnish export "
+        f"{source}"
+    )
+
+
 def model_problems(node: Node) -> list[str]:
     """Return a problem for every model folder in a recipe that does not exist or cannot contain a
     model."""
@@ -116,6 +131,11 @@ def model_problems(node: Node) -> list[str]:
             problem = None if path is None else folder_problem(path)
             if problem is not None:
                 problems.append(f"{key}.{name}: {problem}")
+        adapter = None if model.lora is None or not model.lora.path else Path(model.lora.path)
+        if adapter is None or (adapter / "adapter_config.json").is_file():
+            continue
+        if problem := _unexported(adapter):
+            problems.append(f"{key}.lora.path: {problem} --lora adapter --out DIR")
     return problems
 
 

@@ -31,6 +31,7 @@ from burnish.plan.memory_plan import Plan
 from burnish.preflight.inputs import preflight, recorded_run
 from burnish.preflight.launch import check_before_run
 from burnish.publish.export import check_export_folder, export_at_end
+from burnish.rewards.build import named_functions
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.ray.runtime import RayRuntime
@@ -85,7 +86,7 @@ def run_checked(
     force: bool = False,
 ) -> RunResult:
     """Run a job as :func:`run` does, after its ``preflight``."""
-    functions = {"": rewards} if callable(rewards) else dict(rewards or {})
+    functions = named_functions(rewards)
     replayed, resumed = _recording_of(resume, replay), resume is not None
     job = job_of(config)
     config = job.counted(config)

@@ -51,7 +51,8 @@ def build_rewards(
     Raises RewardError if an entry has no callable, a function cannot be loaded, or no entry uses a
     given callable.
     """
-    matched, names = _match(configs, functions or {}), reward_names(configs)
+    names = reward_names(configs)
+    matched = _match(configs, names, functions or {})
     if reserved := [name for name in names if name in RESERVED_NAMES]:
         raise RewardError(
             f"reward name {reserved[0]!r} is reserved for metrics; give the reward another name"
@@ -71,22 +72,48 @@ def check_rewards(configs: Sequence[RewardSettings]) -> None:
             module_of(entry, "reward").check(entry, f"rewards.{i}")
 
 
+def named_functions(given: Any) -> dict[str, Callable[..., Any]]:
+    """Return the functions that a caller passed by name: one callable has none. Raises
+    RewardError if ``given`` is neither a callable nor a mapping of names to callables."""
+    if callable(given):
+        return {"": given}
+    if not isinstance(given, Mapping | None):
+        raise RewardError(
+            f"rewards={_short(given)} is no callable; pass one, or several by the names of their "
+            'entries in the recipe: rewards={"name": callable}'
+        )
+    functions = dict(given or {})
+    for name, function in functions.items():
+        if not callable(function):
+            raise RewardError(f"rewards[{name!r}]={_short(function)} is no callable; pass one")
+    return functions
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 def _match(
-    configs: Sequence[RewardSettings], functions: Functions
+    configs: Sequence[RewardSettings], names: Sequence[str], functions: Functions
 ) -> dict[int, Callable[..., Any]]:
     """Return the given callable of each entry, by the entry's index."""
     open_entries = [i for i, c in enumerate(configs) if c.needs_callable]
-    keys = {i: configs[i].name or "" for i in open_entries}
+    keys = {i: configs[i].name or (names[i] if names[i] in functions else "") for i in open_entries}
     if len(open_entries) == 1 and len(functions) == 1:
         keys = {open_entries[0]: next(iter(functions))}
     for i, key in keys.items():
         if key not in functions:
-            names = ", ".join(functions)
-            have = f"{names} were given{nearest(key, functions)}" if functions else "none was given"
+            given = ", ".join(functions)
+            have = (
+                f"those given are {given}{nearest(key, functions)}" if given else "none was given"
+            )
+            have = "the callable that was given has no name" if "" in functions else have
             raise RewardError(
                 f"rewards.{i}{f' ({key!r})' if key else ''} is of kind function but names no "
                 f"function, and {have}. Set rewards.{i}.function=path/to/file.py:name (or "
-                "package.module:name), or pass a callable to burnish.run under the entry's name"
+                "package.module:name), or pass a callable to burnish.run under the entry's name: "
+                'rewards={"name": callable}'
             )
     unused = [key for key in functions if key not in keys.values()]
     if unused:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.paths import folder_problem, looks_local
+from burnish.config.model import LoraConfig, ModelConfig
+from burnish.config.paths import folder_problem, looks_local, model_problems
 from burnish.demo import demo_config
 from burnish.models.load import ModelError
 
@@ -36,7 +37,20 @@ def test_error_for_a_folder_without_a_model_says_why(
     said = folder_problem("runs/sft")
     assert said is not None and "is a run folder, not a model" in said
     assert said.endswith("burnish export runs/sft --out DIR")
-    assert "is a checkpoint" in (folder_problem("runs/sft/checkpoints/step_000001") or "")
+    step = "runs/sft/checkpoints/step_000001"
+    Path(f"{step}/policy/hf").mkdir(parents=True)
+    Path(f"{step}/policy/engine.json").write_text("{}")
+    for folder, kind, source in (
+        (step, "is a checkpoint", step),
+        (f"{step}/policy", "is a part of a checkpoint", step),
+        ("runs/sft/checkpoints", "the checkpoints of a run", "runs/sft"),
+    ):
+        said = folder_problem(folder) or ""
+        assert kind in said and said.endswith(f"burnish export {source} --out DIR")
+        (problem,) = model_problems(ModelConfig(path="a/b", lora=LoraConfig(path=folder)))
+        assert problem.endswith(f"burnish export {source} --lora adapter --out DIR")
+    Path(f"{step}/policy/hf/config.json").write_text("{}")
+    assert folder_problem(f"{step}/policy/hf") is None, "it may be the tokenizer_path"
     assert (folder_problem("nothing") or "").startswith("the model folder nothing is empty; ")
     assert "that contains it, ., and model.gguf_file=model.gguf" in (
         folder_problem("model.gguf") or ""

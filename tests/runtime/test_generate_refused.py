@@ -14,6 +14,8 @@ from burnish.config import JobConfig
 from burnish.data.sources import DataError
 from burnish.driver.errors import RunError
 from burnish.rewards.base import RewardError
+from burnish.rewards.build import build_rewards, named_functions
+from burnish.rewards.function.config import FunctionReward
 
 CONDITIONED = ["mode=conditioned", "condition.template='{reward:.1f}|{prompt}'"]
 MakeConfig = Callable[..., JobConfig]
@@ -104,6 +106,42 @@ def test_a_reward_that_always_fails_does_not_go_on_for_ever(generate: MakeConfig
     config = generate("on_reward_failure.then=drop_group", "rollout.rollout_batch_size=1")
     with pytest.raises(RewardError, match="every prompt of the last 10 steps"):
         burnish.run(config, rewards=broken)
+
+
+@pytest.mark.parametrize(
+    ("entries", "given", "says"),
+    [
+        (["a", "b"], "list", r"rewards=\[<function .* is no callable"),
+        (["a", "b"], "text", "rewards='rewards.py:f' is no callable"),
+        (["a", "b"], {"a": "f"}, r"rewards\['a'\]='f' is no callable"),
+        (["a", "b"], "one", "has no name.*under the entry's name"),
+        (["a", "b"], {"a": "it", "c": "it"}, "rewards.1 .*'b'.* those given are a, c"),
+        (["a", "b"], {}, "none was given"),
+        ([None], {"function": "it", "zz": "it"}, "no reward .* uses the given function 'zz'"),
+        (["a", None], {"a": "it", "function": "it"}, None),
+        ([None, None], "one", None),
+        (["a"], {"other": "it"}, None),
+    ],
+)
+def test_callables_of_rewards_are_named_as_their_entries(
+    entries: list[str | None], given: Any, says: str | None
+) -> None:
+    def reward(response: str) -> float:
+        return 1.0
+
+    forms: dict[str, Any] = {"list": [reward], "text": "rewards.py:f", "one": reward}
+    if isinstance(given, dict):
+        value = {name: reward if f == "it" else f for name, f in given.items()}
+    else:
+        value = forms[given]
+    configs = [
+        FunctionReward(kind="function", **({"name": name} if name else {})) for name in entries
+    ]
+    if says is None:
+        assert len(build_rewards(configs, functions=named_functions(value))) == len(entries)
+        return
+    with pytest.raises(RewardError, match=says):
+        build_rewards(configs, functions=named_functions(value))
 
 
 def test_functions_that_no_reward_takes_are_refused(generate: MakeConfig, reward: Reward) -> None:

@@ -28,7 +28,10 @@ from burnish.config import JobConfig
 from burnish.config.placement import PlacementGroupSpec, placement_groups
 from burnish.distributed.process_group import SINGLE
 from burnish.driver.memory_monitor import MemoryMonitor
+from burnish.observe.files import TIMELINE_FILE
+from burnish.observe.machine import MachineMonitor
 from burnish.observe.make_trackers import open_trackers
+from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.progress import close_logging, setup_logging, tell
 from burnish.observe.public_recipe import recipe_secrets
@@ -188,7 +191,19 @@ class Driver(ABC, Generic[L]):
         first = self.ranks.rank == 0
         self.metrics = MetricsLog(records, open_trackers(self.config, records) if first else None)
         self.closing.push(self._close_metrics)
-        self.closing.callback(lambda: self.timeline.save(records / "timeline.json"))
+        self.closing.callback(lambda: self.timeline.save(records / TIMELINE_FILE))
+        machine = MachineMonitor(records)
+        self.closing.callback(machine.close)
+        self._machine = machine
+
+    def log(self, step: int, metrics: Metrics) -> Metrics:
+        """Write the metrics of a step, with memory and use of the machine. Return all of them. The
+        timeline is written too, if the last time is long ago."""
+        metrics = metrics | memory_metrics() | self.memory_monitor.metrics()
+        metrics |= self._machine.metrics()
+        self.metrics.log(step, metrics)
+        self.timeline.save_at_times(self.records_dir / TIMELINE_FILE)
+        return metrics
 
     def _close_metrics(self, kind: type[BaseException] | None, *_: object) -> None:
         self.metrics.close(ended_by=kind)

@@ -38,7 +38,6 @@ from burnish.models.digest import (
     weights_changed,
     weights_digest,
 )
-from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import ProgressDisplay
 from burnish.observe.public_recipe import saved_settings, write_recipe
@@ -284,7 +283,7 @@ class RowsRun(Driver[RowsLoop]):
         # Write the part last: without it the step is repeated, and its metrics and samples dropped.
         limit, split = self.config.observe.samples_per_step, self.config.job
         write_samples(self.run_dir, step, done.groups, None, limit=limit, split=split)
-        self.metrics.log(step, metrics)
+        metrics = self.log(step, metrics)
         num = self.loop.num_prompts_of_step(step)
         info = {"prompts": num, "dropped": dict(done.dropped), "sums": dict(done.sums)}
         self.files.add(info, done.rows)
@@ -300,7 +299,7 @@ class RowsRun(Driver[RowsLoop]):
         metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
         if seconds.get("rollout"):
             metrics["rollout/tokens_per_s"] = done.sums["tokens"] / seconds["rollout"]
-        return metrics | memory_metrics() | self.memory_monitor.metrics()
+        return metrics
 
     def _raise_if_all_failed(self) -> None:
         newest = self.files.done[-_MAX_LOST_STEPS:]

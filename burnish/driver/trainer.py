@@ -27,7 +27,6 @@ from burnish.driver.errors import Interrupted, RunError, StoppedError
 from burnish.driver.memory_monitor import OOM_FILE, MemoryMonitor
 from burnish.driver.records import drop_records_after
 from burnish.observe.files import write_text
-from burnish.observe.memory import memory_metrics
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import FILE_ONLY, ProgressDisplay
 from burnish.observe.public_recipe import public_recipe, saved_settings, write_recipe
@@ -197,8 +196,7 @@ class Trainer(Driver[Loop]):
         for phase in ("rollout", "train"):
             if f"{phase}/tokens" in metrics and seconds.get(phase):
                 metrics[f"{phase}/tokens_per_s"] = metrics[f"{phase}/tokens"] / seconds[phase]
-        metrics |= memory_metrics() | self.memory_monitor.metrics()
-        self.metrics.log(step, metrics)
+        metrics = self.log(step, metrics)
         run.last |= metrics
         if self.checkpoints.best_metric in metrics:
             run.best_measured_step = step

@@ -27,7 +27,6 @@ from burnish.jobs.build import (
     weighted_rewards,
 )
 from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
-from burnish.observe.memory import memory_metrics
 from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.public_recipe import write_recipe
 from burnish.observe.samples import write_samples
@@ -276,8 +275,7 @@ class Evaluation(Driver[Evaluator]):
             metrics["time/step_s"] = time.perf_counter() - started
             seconds = self.timeline.collect()
             metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
-            metrics |= memory_metrics() | self.memory_monitor.metrics()
-            self.metrics.log(0, metrics)
+            metrics = self.log(0, metrics)
         for line in score_lines(metrics, threshold=self.config.eval.pass_threshold):
             tell(line)
         return metrics

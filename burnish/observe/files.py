@@ -9,6 +9,8 @@ from pathlib import Path
 
 REPLAY_FILE = "replay.json"
 """File in the folder of a replay, with the folder of the recorded run."""
+TIMELINE_FILE = "timeline.json"
+"""File of the run with its spans of time."""
 MEMORY_JSON = "memory.json"
 """File of a run folder with the bytes of every process and phase."""
 

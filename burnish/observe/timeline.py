@@ -33,6 +33,8 @@ _JOINED = frozenset({"poll"})
 """Methods that are called thousands of times per second."""
 
 
+_SAVE_EVERY_S = 30.0
+
 SAMPLER = "sampler"
 """Lane of the thread that samples while the trainer trains."""
 SCORING = "scoring"
@@ -70,6 +72,7 @@ class Timeline:
         self._thread_names: dict[int, str] = {}
         self._origin = time.perf_counter()
         self._origin_unix = time.time()
+        self._next_save = time.monotonic() + _SAVE_EVERY_S
 
     @contextmanager
     def span(self, name: str, *, join: bool = False) -> Iterator[None]:
@@ -137,6 +140,16 @@ class Timeline:
         }
         trace = {"traceEvents": named + spans, "displayTimeUnit": "ms", "otherData": other}
         write_text(Path(path), json.dumps(trace, allow_nan=False))
+
+    def save_at_times(self, path: Path) -> None:
+        """Write the trace if the last time is half a minute ago, and 500 times as long as it
+        took."""
+        now = time.monotonic()
+        if now < self._next_save:
+            return
+        self.save(path)
+        took = time.monotonic() - now
+        self._next_save = now + took + max(_SAVE_EVERY_S, 500 * took)
 
     def _enter(self, name: str) -> float:
         if self.peaks is not None and self._thread.depth == 0:

@@ -153,6 +153,8 @@ CHARTS = (
     ),
     Chart(EPISODES, "Groups of episodes dropped", "per step", ("episodes/groups_dropped",)),
     Chart(MACHINE, "Idle", "fraction", ("time/*_idle_frac",)),
+    Chart(MACHINE, "Busy cores and GPUs", "fraction", ("time/cpu_busy_frac", "time/gpu_busy_frac")),
+    Chart(MACHINE, "Free on the disk", "bytes", ("memory/disk_free_bytes",)),
     Chart(MACHINE, "Speed", "tokens per second", ("*/tokens_per_s",)),
     Chart(MACHINE, "GPU memory by phase, tensors", "bytes", ("memory/*/peak_bytes",)),
     Chart(MACHINE, "GPU memory by phase, reserved", "bytes", ("memory/*/reserved_peak_bytes",)),

@@ -218,3 +218,33 @@ def test_two_threads_at_once_have_sums_of_their_own_and_joined_polls(
     assert len([e for e in trace if e["ph"] == "X"]) == 3
     assert spans["sampler/rollout"][0] == pytest.approx(2e6)
     assert spans["sampler/rollout"][1] != spans["train"][1]
+
+
+def test_a_working_run_writes_its_trace_from_time_to_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Clock()
+    monkeypatch.setattr(timeline_module.time, "monotonic", now)
+    line, path = Timeline(), tmp_path / "timeline.json"
+    written = []
+    for _ in range(200):
+        now.pass_(1.0)
+        line.save_at_times(path)
+        if path.exists():
+            written.append(now.now)
+            path.unlink()
+    assert len(written) == 6
+    slow = line.save
+
+    def takes_a_second(to: Path) -> None:
+        slow(to)
+        now.pass_(1.0)
+
+    monkeypatch.setattr(line, "save", takes_a_second)
+    now.pass_(100.0)
+    before = now.now
+    while path.unlink(missing_ok=True) or now.now - before < 1200:
+        line.save_at_times(path)
+        written += [now.now] * path.exists()
+        now.pass_(1.0)
+    assert len(written) - 6 == 3  # at most a five-hundredth of the time

@@ -14,6 +14,7 @@ from burnish.config import JOBS
 from burnish.config.base import Node
 from burnish.config.docs import default_text
 from burnish.config.schema import is_list, nodes_in, type_words, value_of
+from burnish.config.shipped import existing_path
 
 
 def complete_key(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -66,7 +67,7 @@ def _job_of(command: str, words: list[str]) -> str | None:
     if command in JOBS:
         return command
     try:
-        text = Path(words[0]).read_text(encoding="utf-8") if words else ""
+        text = existing_path(Path(words[0])).read_text(encoding="utf-8") if words else ""
     except (OSError, ValueError):
         return None
     job = re.search(r"^job: *(\w+)", text, re.MULTILINE)

@@ -31,6 +31,7 @@ from burnish.config.older import (
 )
 from burnish.config.registry import JOBS
 from burnish.config.schema import is_list, item_of, kinds_of, nodes_in
+from burnish.config.shipped import SHIPPED, existing_path, shipped_recipes, use_shipped_files
 from burnish.config.yaml_text import compose, construct, dump, field_value, read_text
 from burnish.errors import BurnishError
 
@@ -127,6 +128,7 @@ def _load(
             problems.append(str(error))
         moved += [*adam_values.restore(tree), *move_older_keys(tree, cls)]
     renew_split(tree, derived)
+    tree = use_shipped_files(tree, recipe if isinstance(recipe, Mapping) else Path(recipe))
     if rank is not None:
         problems += use_launched_ranks(tree, rank, resumed=False)
     try:
@@ -152,9 +154,10 @@ def _read(
     if isinstance(recipe, Mapping):
         tree = _copy(recipe)
         return "recipe", tree, JOBS[_job_name("recipe", tree, overrides, wanted=wanted)]
-    path = Path(recipe)
+    path = existing_path(Path(recipe))
     if not path.is_file():
         siblings = [str(p) for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+        siblings += [f"{SHIPPED.name}/{p.name}" for p in shipped_recipes()]
         problem, hint = "does not exist", nearest(str(path), siblings)
         if path.exists():
             problem, hint = (

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "huggingface-hub", "peft", "accelerate"),
     *("safetensors", "pyarrow", "numpy", "pydantic", "rich", "typer", "httpx", "xxhash"),
-    *("ray", "deepspeed", "vllm", "datasets", "plotly"),
+    *("ray", "deepspeed", "vllm", "datasets"),
 )
 OPTIONAL = (
-    *("ray", "deepspeed", "vllm", "datasets", "plotly", "math_verify", "gguf", "starlette"),
+    *("ray", "deepspeed", "vllm", "datasets", "math_verify", "gguf", "starlette"),
     *("uvicorn", "reasoning_gym", "tensorboard", "wandb", "trl", "verifiers", "mcp", "mcp_types"),
     "httpx2",
 )

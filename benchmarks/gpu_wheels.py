@@ -10,7 +10,7 @@ Python by default: 21 MiB, and 53 for three. Printed are the files and their sum
 exceed --limit-mib.
 
 Not collected: packages of extras (ray, deepspeed, vllm, ...) and of jobs that the session does not
-run (plotly, math-verify, gguf).
+run (math-verify, gguf).
 """
 
 from __future__ import annotations

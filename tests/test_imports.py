@@ -216,7 +216,7 @@ def test_reading_a_recipe_loads_no_torch():
 
 def test_a_run_starts_without_what_only_its_report_or_other_engines_need():
     """A machine without these trains with the torch engine and the local rollout."""
-    others = {"plotly", "pandas", "matplotlib", "datasets", "math_verify", "gguf", "starlette"}
+    others = {"pandas", "matplotlib", "datasets", "math_verify", "gguf", "starlette"}
     others |= {"tensorboard", "ray", "deepspeed", "vllm", "wandb", "peft", "bitsandbytes"}
     jobs = "".join(f", {entry.module}" for entry in REGISTRY.values())
     code = f"import sys, burnish.jobs.run{jobs}; print(*sorted({others} & set(sys.modules)))"

@@ -41,6 +41,7 @@ from burnish.models.digest import (
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import ProgressDisplay
 from burnish.observe.public_recipe import saved_settings, write_recipe
+from burnish.observe.resumes import changes_since_start, record_resume
 from burnish.observe.samples import drop_samples_after, write_samples
 from burnish.rewards.base import RewardError
 from burnish.types import Group
@@ -213,9 +214,10 @@ class RowsRun(Driver[RowsLoop]):
         for warning in self.config.warnings():
             log.warning(warning)
         mine = self._check_prompts()
+        changes = changes_since_start(self.config, self.run_dir)
         write_recipe(self.config, self.run_dir)
         self.files.write_state(mine)
-        self._restore()
+        self._restore(changes)
         self.metrics.start_trackers()
         self.loop.warn()
         with self.measured_memory():
@@ -261,7 +263,7 @@ class RowsRun(Driver[RowsLoop]):
             )
         return {**identity, "weights": weights, "tokenizers": tokenizers}
 
-    def _restore(self) -> None:
+    def _restore(self, changes: Mapping[str, str]) -> None:
         """Find the completed steps, and truncate metrics and samples to them."""
         (self.run_dir / OOM_FILE).unlink(missing_ok=True)
         self.files.find(self.loop.num_prompts_of_step)
@@ -272,6 +274,7 @@ class RowsRun(Driver[RowsLoop]):
             self._last |= {k: v for k, v in line.items() if k not in ("step", "time")}
         if done:
             self.progress.message(f"resumed after step {done} of {self.loop.total_steps}")
+            record_resume(self.run_dir, done, changes)
 
     def _one_step(self, step: int) -> None:
         started = time.perf_counter()

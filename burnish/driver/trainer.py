@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from burnish.checkpoint import CheckpointError
-from burnish.config.changes import changed_settings
 from burnish.config.job import TrainingJob
 from burnish.data.sources import DataError
 from burnish.driver.base import Driver, Loop, Metrics, StopSignals, rare_garbage_collection
@@ -29,13 +28,13 @@ from burnish.driver.records import drop_records_after
 from burnish.observe.files import write_text
 from burnish.observe.metrics import read_metrics
 from burnish.observe.progress import FILE_ONLY, ProgressDisplay
-from burnish.observe.public_recipe import public_recipe, saved_settings, write_recipe
+from burnish.observe.public_recipe import CONFIG_FILE, write_recipe
+from burnish.observe.resumes import changes_since_start, record_resume
 from burnish.observe.samples import drop_samples_after
 from burnish.observe.spikes import SpikeAlarm
 from burnish.rewards.base import RewardError
 from burnish.runtime.base import Runtime, WorkerLostError
 from burnish.runtime.ray.runtime import RayRuntime
-from burnish.secret import without_secret_values
 
 log = logging.getLogger("burnish")
 
@@ -251,14 +250,12 @@ class Trainer(Driver[Loop]):
         return True
 
     def _log_config_diff(self, total_steps: int) -> None:
-        """Log the settings that a resumed run changed. Raises RunError if they change the length of
-        the run and no step is left."""
-        saved = self.records_dir / "config.yaml"
+        """Log and record the settings that a resumed run changed. Raises RunError if they change
+        the length of the run and no step is left."""
+        saved = self.records_dir / CONFIG_FILE
         if self.checkpoints.saved_step < 0 or not saved.is_file():
             return
-        then = saved_settings(self.records_dir)
-        changed = changed_settings(without_secret_values(then), public_recipe(self.config))
-        changed.pop("run_dir", None)
+        changed = changes_since_start(self.config, self.records_dir)
         limits = ("max_steps", "max_epochs")
         keys = [key for key in limits if self.config.value_of(key) is not None]
         lengths = [f"{key}: {changed[key]}" for key in keys if key in changed]
@@ -274,6 +271,8 @@ class Trainer(Driver[Loop]):
         if changed:
             listed = "; ".join(f"{key}: {change}" for key, change in changed.items())
             self.progress.message(f"changed settings: {listed}")
+        if done < total_steps:
+            record_resume(self.records_dir, done, changed)
 
     # ---- ends --------------------------------------------------------------------------------
 

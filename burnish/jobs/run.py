@@ -31,6 +31,7 @@ from burnish.plan.memory_plan import Plan
 from burnish.preflight.inputs import preflight, recorded_run
 from burnish.preflight.launch import check_before_run
 from burnish.publish.export import check_export_folder, export_at_end
+from burnish.report.build import ReportError, build_report
 from burnish.rewards.build import named_functions
 from burnish.runtime.base import Runtime
 from burnish.runtime.inline import InlineRuntime
@@ -217,19 +218,8 @@ def _report(run_dir: Path, memory_monitor: MemoryMonitor) -> Iterator[None]:
 
 
 def _write_report(run_dir: Path, *, may_lack_steps: bool = False) -> None:
-    """Write ``report.html``. ``may_lack_steps``: accept a run that failed before its first step.
-
-    The import is local because only this page needs plotly (10 MB), and training does not. If
-    plotly is missing, the run still ends normally, with a warning that gives the command to write
-    the page.
-    """
-    try:
-        from burnish.report.build import ReportError, build_report
-    except ModuleNotFoundError as error:
-        log.warning(
-            "no report.html: %s. Install the module and run: burnish report %s", error, run_dir
-        )
-        return
+    """Write ``report.html``. ``may_lack_steps``: accept a run that failed before its first
+    step."""
     with suppress(ReportError) if may_lack_steps else nullcontext():
         build_report(run_dir)
 

@@ -5,6 +5,7 @@ and ``run.log``), samples (prompts and responses). burnish.runs reads a run fold
 writes its page. A run folder contains::
 
     config.yaml          the resolved recipe
+    resumes.jsonl        one JSON object per resume
     metrics.jsonl        one JSON object per log call (trackers receive the same)
     samples/*.parquet    prompts and responses
     timeline.json        Chrome trace; ui.perfetto.dev opens it

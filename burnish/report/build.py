@@ -1,33 +1,34 @@
 """``report.html``: the page of one run as a file that works from disk, without network access.
 
-All text from models and data rows is embedded as JSON and displayed through ``textContent``. In
-addition, the page's content security policy blocks all requests and only runs scripts with a nonce,
-which data cannot predict.
+The table of a chart is also its data: a script draws the chart from it, and without scripts the
+tables are open. Samples are embedded as JSON and displayed through ``textContent``. The page's
+content security policy blocks all requests, and runs only scripts and styles with a nonce, which
+data cannot predict.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from functools import cache
 from importlib import resources
-from itertools import groupby
 from pathlib import Path
 
 import jinja2
-from plotly.offline import get_plotlyjs
+from markupsafe import Markup
 
 from burnish.errors import BurnishError
 from burnish.observe.files import write_text
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.public_recipe import CONFIG_FILE
-from burnish.report.catalog import MORE, OMITTED_IF_ZERO, arrange
-from burnish.report.figures import curve_figure, split_figure
-from burnish.report.page import page_of, with_fewer_names
+from burnish.report.charts import ChartData
+from burnish.report.page import date_text, page_of
 from burnish.report.samples import embed_samples
-from burnish.runs.curves import curves_of
 from burnish.runs.folder import Run, RunFolderError
 
 REPORT_FILE = "report.html"
+SCRIPTS = ("uPlot.iife.min.js", "charts.js", "samples.js", "report.js")
+"""Scripts of the page, in the order in which they run."""
 
 
 class ReportError(BurnishError, ValueError):
@@ -50,32 +51,13 @@ def build_report(run_dir: Path) -> Path:
         page = page_of(run)
     except RunFolderError as error:
         raise ReportError(str(error)) from error
-    curves = curves_of(with_fewer_names(run.lines)[0])
-    drawn = [n for n, c in curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
-    sections = [
-        {
-            "title": title,
-            "anchor": title.lower().replace(" ", "-"),
-            "figures": [curve_figure(chart, curves) for chart in group],
-            "folded": title == MORE,
-        }
-        for title, group in groupby(arrange(drawn), key=lambda chart: chart.section)
-    ]
     text = _template().render(
-        title=page.title,
-        job=page.job,
-        facts=page.facts,
-        tiles=page.tiles,
-        sections=sections,
-        times=[(split_figure(split.chart), split) for split in page.times],
-        memory=page.memory,
+        page=page,
+        state="" if page.state.kind == "running" else page.state.kind,  # it is out of date soon
         samples=embed_samples(run_dir),
-        warnings=page.warnings,
-        config=page.recipe,
-        css=_asset("page.css"),
-        js=_asset("page.js"),
-        plotly=get_plotlyjs() if page.sections else "",
-        num_steps=page.num_steps,
+        marks=json.dumps([{"x": r.step, "label": "resumed"} for r in page.resumes]),
+        styles=f"{_asset('uPlot.min.css')}\n{_asset('page.css')}",
+        scripts=[f"/*\n{_asset('uPlot.LICENSE')}*/", *map(_asset, SCRIPTS)],
         nonce=secrets.token_urlsafe(16),
     )
     write_text(path, text)
@@ -97,15 +79,42 @@ def _check_folder(run_dir: Path) -> None:
     )
 
 
+def _scale(chart: ChartData) -> tuple[float, str]:
+    """Return the divisor of a chart's values, and the unit of the quotients."""
+    if chart.unit == "fraction":
+        return 0.01, "percent"
+    if chart.unit != "bytes":
+        return 1, chart.unit
+    top = max(value for line in chart.lines for value in line.values if value is not None)
+    return (2**30, "GiB") if top >= 2**30 else (2**20, "MiB")
+
+
+def _rows(chart: ChartData) -> Markup:
+    """Return the rows of a chart's table, with six digits of each value."""
+    factor, _ = _scale(chart)
+    digits = 15 if chart.log else 6
+    columns = [[_digits(value, factor, digits) for value in line.values] for line in chart.lines]
+    rows = zip(chart.x, *columns, strict=True)
+    return Markup("\n".join(f"<tr><th>{x}<td>{'<td>'.join(cells)}" for x, *cells in rows))
+
+
+def _digits(value: float | None, factor: float, digits: int) -> str:
+    if value is None:
+        return ""
+    return (
+        f"{value / factor:.{digits}g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    )
+
+
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    # Scripts of plotly's fragments run only with the nonce of the page.
-    environment.filters["with_nonce"] = lambda fragment, nonce: fragment.replace(
-        "<script", f'<script nonce="{nonce}"', 1
-    )
+    environment.filters["factor"] = lambda chart: f"{_scale(chart)[0]:.12g}"
+    environment.filters["unit"] = lambda chart: _scale(chart)[1]
+    environment.filters["rows"] = _rows
+    environment.filters["date"] = date_text
     return environment.from_string(_asset("page.html.j2"))
 
 

@@ -16,6 +16,7 @@ from burnish.observe.ending import RunState
 from burnish.observe.headline import Headline, headlines
 from burnish.observe.metrics import METRICS_FILE
 from burnish.observe.progress import format_duration
+from burnish.observe.resumes import Resume, read_resumes
 from burnish.report.catalog import MORE, OMITTED_IF_ZERO, arrange
 from burnish.report.charts import (
     ChartData,
@@ -86,6 +87,8 @@ class RunPage:
     warnings: tuple[LoggedWarning, ...]
     recipe: str
     """The resolved recipe as YAML without its secrets; "" if the folder has none."""
+    resumes: tuple[Resume, ...]
+    """The oldest first."""
     num_steps: int
     """Steps with metrics."""
 
@@ -98,7 +101,7 @@ def page_of(run: Run) -> RunPage:
     """Return the data of the page of a run from the present content of its folder; missing
     measurements are omitted. Raises RunFolderError if the recipe or the metrics cannot be read."""
     recipe = run.recipe
-    lines, omitted = with_fewer_names(run.lines)
+    lines, omitted = _with_fewer_names(run.lines)
     curves = curves_of(lines)
     times = time_splits(lines)
     return RunPage(
@@ -113,6 +116,7 @@ def page_of(run: Run) -> RunPage:
         memory=memory_table(run.folder),
         warnings=(*omitted, *read_warnings(run.folder)),
         recipe=run.recipe_text,
+        resumes=tuple(read_resumes(run.folder)),
         num_steps=len({line["step"] for line in lines}),
     )
 
@@ -134,7 +138,7 @@ def _sections(curves: Mapping[str, Curve]) -> list[Section]:
     return sections
 
 
-def with_fewer_names(
+def _with_fewer_names(
     lines: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[LoggedWarning]]:
     """Return the lines with the first :data:`MAX_METRICS` metrics, and a warning with its count if
@@ -158,8 +162,7 @@ def _facts(
     """Return the (name, value) pairs below the title."""
     facts = [("Run", name)]
     if metrics:
-        began = datetime.fromtimestamp(float(metrics[0]["time"])).astimezone()
-        facts.append(("Started", f"{began:%d %B %Y, %H:%M %Z}".lstrip("0")))
+        facts.append(("Started", date_text(float(metrics[0]["time"]))))
     known = (
         ("Advantage", _below(config, "algorithm", "advantage", "kind")),
         ("LoRA rank", _below(config, "model", "lora", "lora_rank")),
@@ -167,7 +170,16 @@ def _facts(
         ("Learning rate", _below(config, "train", "lr")),
         ("Seed", config.get("seed")),
     )
-    return facts + [(name, str(value)) for name, value in known if value is not None]
+    return facts + [
+        (name, format_number(value) if isinstance(value, float) else str(value))
+        for name, value in known
+        if value is not None
+    ]
+
+
+def date_text(seconds: float) -> str:
+    """Return a time in Unix seconds as a date of this time zone."""
+    return f"{datetime.fromtimestamp(seconds).astimezone():%d %B %Y, %H:%M %Z}".lstrip("0")
 
 
 def _below(config: Mapping[str, Any], *keys: str) -> Any:

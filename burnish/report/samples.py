@@ -1,4 +1,5 @@
-"""The samples of the report, as JSON that is safe inside a script element.
+"""The samples of the report, as JSON that is safe inside a script element. ``BurnishSamples.rows``
+(samples.js) gives the rows.
 
 Samples and records of episodes (``samples.episode_record``) contain text of models and
 environments. All of it stays text: contents, reasoning and arguments of tool calls are strings
@@ -23,39 +24,52 @@ from burnish.runs.curves import is_finite
 MAX_ROWS = 3000
 MAX_CHARS = 6000  # of one prompt or response
 MAX_TOTAL_CHARS = 24_000_000  # of all texts, to limit the size of the page
+MAX_PLAIN = 16  # samples that are also readable without scripts
 MAX_EPISODE_CHARS = 60_000  # of one episode
 _MIN_CHARS = 200  # of one text of an episode beyond that size
 
 
+COLUMNS = (
+    *("step", "split", "prompt", "response", "label", "reward", "parts", "advantage", "finish"),
+    *("tokens", "id", "group", "episode"),
+)
+"""Values of a row, in this order."""
+
+
 @dataclass(frozen=True)
 class EmbeddedSamples:
-    """Data for the page's script (page.js) and the note above the table."""
+    """Data for the page's script (samples.js) and the note above the table."""
 
     json: str
-    """``{"prompts": [text], "openings": [{...}], "rows": [{...}]}`` with every ``<`` escaped. Rows
-    contain the index of their prompt; episodes, of their first messages and tools."""
+    """``{"prompts": [text], "openings": [{...}], "columns": [name], "rows": [[value]]}`` with every
+    ``<`` escaped. Rows contain the index of their prompt; episodes, of their first messages and
+    tools."""
     num_rows: int
     note: str
     """Which samples are omitted or truncated, and where to find them; "" if all are complete."""
+    newest: tuple[dict[str, Any], ...]
+    """At most :data:`MAX_PLAIN` samples of the newest step, with the text of their prompt."""
 
 
-def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples | None:
-    """Return the run's samples for the page; None if there are none.
+def embed_samples(
+    run_dir: Path, *, max_rows: int = MAX_ROWS, step: int | None = None
+) -> EmbeddedSamples | None:
+    """Return the run's samples for the page, of all steps or of one; None if there are none.
 
     Beyond ``max_rows``, complete files of the newest and the oldest steps are kept, alternately.
     Long texts are truncated in the middle, and unreadable files are omitted; the note mentions
     both.
     """
-    files = _Files(sample_files(run_dir))
+    files = _Files([(at, path) for at, path in sample_files(run_dir) if step in (None, at)])
     shared = _Shared()
     entries: list[dict[str, Any]] = []
     num_chars = 0
-    for step, path in (files.readable[i] for i in outside_in(len(files.readable))):
+    for at, path in (files.readable[i] for i in outside_in(len(files.readable))):
         rows = files.rows(path)
         if entries and len(entries) + len(rows) > max_rows:
             break
         for row in rows[:max_rows]:
-            entry = _entry(row, shared, step, counts=files.counts)
+            entry = _entry(row, shared, at, counts=files.counts)
             num_chars += len(entry["response"])
             entries.append(entry)
         if num_chars + shared.num_chars > MAX_TOTAL_CHARS:
@@ -63,11 +77,22 @@ def embed_samples(run_dir: Path, *, max_rows: int = MAX_ROWS) -> EmbeddedSamples
     if not entries and not files.bad:
         return None
     entries.sort(key=lambda entry: entry["step"])
-    openings = [json.loads(opening) for opening in shared.openings]
-    content = {"prompts": list(shared.prompts), "openings": openings, "rows": entries}
+    prompts = list(shared.prompts)
+    content = {
+        "prompts": prompts,
+        "openings": [json.loads(opening) for opening in shared.openings],
+        "columns": COLUMNS,
+        "rows": [[entry[name] for name in COLUMNS] for entry in entries],
+    }
     data = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    # "<" only occurs in strings, where \u003c is equivalent: no text can end the script element.
-    return EmbeddedSamples(data.replace("<", "\\u003c"), len(entries), files.note(len(entries)))
+    newest = [entry for entry in entries if entry["step"] == entries[-1]["step"]][:MAX_PLAIN]
+    return EmbeddedSamples(
+        # "<" only occurs in strings, where \u003c is equivalent: no text ends the script element.
+        json=data.replace("<", "\\u003c"),
+        num_rows=len(entries),
+        note=files.note(len(entries)),
+        newest=tuple({**entry, "prompt": prompts[entry["prompt"]]} for entry in newest),
+    )
 
 
 class _Shared:
@@ -152,7 +177,7 @@ def _entry(
     counts["parts"] += parts is None
     part_values = [_finite(value) for value in (parts or {}).values()]
     counts["numbers"] += [*numbers, *(parts or {}).values()] != [reward, advantage, *part_values]
-    entry = {
+    return {
         "step": step if row["step"] is None else row["step"],
         "split": row["split"],
         "prompt": shared.prompts.setdefault(prompt, len(shared.prompts)),
@@ -165,10 +190,8 @@ def _entry(
         "tokens": row["response_tokens"],
         "id": row["sample_id"],
         "group": row["group_id"],
+        "episode": None if row["episode"] is None else _episode(row["episode"], shared, counts),
     }
-    if row["episode"] is not None:
-        entry["episode"] = _episode(row["episode"], shared, counts)
-    return entry
 
 
 def _episode(text: str, shared: _Shared, counts: Counter[str]) -> dict[str, Any] | None:

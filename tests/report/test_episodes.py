@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from report_page import HOSTILE, PAYLOADS, Page
+from report_page import HOSTILE, PAYLOADS, Page, samples_of
 
 from burnish.observe.samples import SCHEMA, episode_record, write_samples
 from burnish.report.build import build_report
@@ -45,7 +45,7 @@ def _write(run_dir: Path, *samples: Sample) -> None:
 def _data(run_dir: Path) -> tuple[dict[str, Any], str]:
     found = embed_samples(run_dir)
     assert found is not None
-    return json.loads(found.json), found.note
+    return samples_of(found.json), found.note
 
 
 def test_tools_of_every_turn_are_shown_once(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_episode_has_its_messages_calls_numbers_and_rows(tmp_path: Path) -> N
 def test_a_single_response_has_no_conversation(tmp_path: Path) -> None:
     _write(tmp_path, _sample(None))
     data, _ = _data(tmp_path)
-    assert "episode" not in data["rows"][0] and data["openings"] == []
+    assert data["rows"][0]["episode"] is None and data["openings"] == []
 
 
 @pytest.mark.parametrize("payload", [HOSTILE, *PAYLOADS])
@@ -139,7 +139,6 @@ def test_no_text_of_an_episode_becomes_markup(payload: str, tmp_path: Path) -> N
         assert shown["message"]["text"] == shown["problem"] == text
         assert shown["message"]["calls"][1] == {"name": text, "arguments": text}
         tags.append([tag for tag, _ in page.tags])
-        assert "innerHTML" not in page.scripts[-1]
     assert tags[0] == tags[1]
 
 

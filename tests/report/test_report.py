@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from plotly.offline import get_plotlyjs
-from report_page import HOSTILE, PAYLOADS, Page
+from report_page import HOSTILE, PAYLOADS, Page, samples_of
 
 from burnish.episodes.runner import episode_stats
 from burnish.errors import BurnishError
@@ -26,7 +25,6 @@ from burnish.report import page as page_module
 from burnish.report.build import ReportError, build_report
 from burnish.report.catalog import CHARTS, EPISODES, LEARNING, MORE, arrange
 from burnish.report.charts import smooth, thin
-from burnish.report.figures import is_noisy
 from burnish.report.samples import embed_samples
 from burnish.report.times import time_splits
 from burnish.runs.curves import curves_of
@@ -96,9 +94,8 @@ def test_the_page_loads_no_external_resources(tmp_path: Path) -> None:
     assert not {"link", "iframe", "object", "embed", "img"} & {tag for tag, _ in page.tags}
     policy = [a["content"] or "" for t, a in page.tags if a.get("http-equiv")]
     assert policy and policy[0].startswith("default-src 'none'") and "http" not in policy[0]
-    own = (tmp_path / "report.html").read_text(encoding="utf-8").replace(get_plotlyjs(), "")
-    assert "http://" not in own.replace("http://www.w3.org", "") and "https://" not in own
-    assert "@import" not in own and "url(" not in own
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "@import" not in text and "url(" not in text
 
 
 def test_an_rl_report_shows_headlines_figures_time_config_and_samples(tmp_path: Path) -> None:
@@ -142,8 +139,7 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     data = page.samples()
     assert data["rows"][0]["response"] == HOSTILE
     assert data["prompts"] == [f"prompt 1 {HOSTILE[:80]}"]
-    script = page.scripts[-1]
-    assert "textContent" in script and "innerHTML" not in script
+    assert "innerHTML" not in "".join(page.scripts)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -166,10 +162,11 @@ def test_only_the_pages_own_scripts_run(payload: str, tmp_path: Path) -> None:
     attributes = {name for _, attrs in page.tags for name in attrs}
     assert not [name for name in attributes if name.startswith("on")]
     policy = next(a["content"] for t, a in page.tags if a.get("http-equiv"))
-    nonce = re.search(r"script-src 'nonce-([\w-]{22})';", str(policy))
+    nonce = re.search(r"script-src 'nonce-([\w-]{22})'; style-src 'nonce-\1';", str(policy))
     assert nonce is not None and "default-src 'none'" in str(policy)
     given = [a.get("nonce") for t, a in page.tags if t == "script" and "json" not in str(a)]
     assert len(given) > 3 and set(given) == {nonce[1]}
+    assert "style" not in attributes, "blocked by the policy"
 
 
 def test_every_page_has_a_different_nonce(tmp_path: Path) -> None:
@@ -182,7 +179,7 @@ def test_metrics_alone_are_enough_and_missing_parts_are_omitted(tmp_path: Path) 
     _metrics(tmp_path, {"train/loss": 2.0}, {"train/loss": 1.5})
     page = Page(build_report(tmp_path))
     anchors = {a["href"] for t, a in page.tags if t == "a"}
-    assert anchors == {"#learning"}
+    assert anchors == {"#content", "#learning"}
     assert "1.500" in page.text and "from 2.000 at step 0" in page.text
     assert "samples-data" not in {a.get("id") for _, a in page.tags}
 
@@ -225,7 +222,7 @@ def test_beyond_the_limit_the_newest_and_oldest_steps_are_shown_with_a_note(
         write_samples(tmp_path, step, [_group(step)], None, limit=8)
     embedded = embed_samples(tmp_path, max_rows=8)
     assert embedded is not None
-    steps = [row["step"] for row in json.loads(embedded.json)["rows"]]
+    steps = [row["step"] for row in samples_of(embedded.json)["rows"]]
     assert steps == [1, 1, 2, 2, 6, 6, 7, 7]
     assert embedded.num_rows == 8
     assert "8 of 14 samples, from the newest and the oldest steps" in embedded.note
@@ -236,7 +233,7 @@ def test_with_an_odd_number_of_files_all_are_shown_without_a_note(tmp_path: Path
         write_samples(tmp_path, step, [_group(step)], None, limit=8)
     embedded = embed_samples(tmp_path)
     assert embedded is not None
-    assert [row["step"] for row in json.loads(embedded.json)["rows"]] == [1, 1, 2, 2, 3, 3]
+    assert [row["step"] for row in samples_of(embedded.json)["rows"]] == [1, 1, 2, 2, 3, 3]
     assert embedded.note == ""
 
 
@@ -246,7 +243,7 @@ def test_a_very_long_text_is_truncated_in_the_middle_with_a_note(tmp_path: Path)
     )
     embedded = embed_samples(tmp_path)
     assert embedded is not None
-    response = json.loads(embedded.json)["rows"][0]["response"]
+    response = samples_of(embedded.json)["rows"][0]["response"]
     assert response == "a" * 3000 + "\n[... 10,000 characters left out ...]\n" + "c" * 3000
     assert "1 long texts are truncated" in embedded.note
 
@@ -324,12 +321,9 @@ def test_a_long_run_is_drawn_in_few_points_that_keep_its_mean() -> None:
     assert sum(curve.values) / len(curve.values) == 4999.5
 
 
-def test_the_running_mean_keeps_a_line_in_place_and_only_noise_gets_one() -> None:
+def test_the_running_mean_keeps_a_line_in_place() -> None:
     line = [float(i) for i in range(100)]
     assert smooth(line, 5)[10:90] == line[10:90]
-    assert not is_noisy(line)
-    assert is_noisy([0.0, 1.0] * 50)
-    assert not is_noisy([1.0])
 
 
 def _write_row(run_dir: Path, name: str = "step_000003.parquet", **changes: Any) -> None:

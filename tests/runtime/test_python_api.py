@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,18 +30,6 @@ def test_a_run_with_a_plain_callable_leaves_a_whole_run_folder(
     assert "<html" in (result.run_dir / "report.html").read_text(encoding="utf-8")
     phases = {"time/rollout_s", "time/train_s", "time/optim_s", "time/reward_s", "time/eval_s"}
     assert phases <= lines[-1].keys()
-
-
-def test_a_run_without_plotly_ends_well_and_says_how_to_get_its_report(
-    rl: MakeConfig,
-    reward: Callable[[str], float],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setitem(sys.modules, "burnish.report.build", None)  # its import raises
-    result = burnish.run(rl("max_steps=1"), rewards=reward)
-    assert read_metrics(result.run_dir) and not (result.run_dir / "report.html").exists()
-    assert f"burnish report {result.run_dir}" in caplog.text
 
 
 def test_the_written_recipe_reads_back_to_the_same_config(

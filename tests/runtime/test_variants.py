@@ -24,6 +24,7 @@ from burnish.config.roles import TrainRole
 from burnish.config.train import TrainConfig
 from burnish.models.load import load_causal_lm, load_tokenizer
 from burnish.observe.metrics import read_metrics
+from burnish.observe.resumes import read_resumes
 from burnish.observe.timeline import Timeline
 from burnish.rollout.local.engine import LocalRolloutEngine
 from burnish.runtime.inline import InlineRuntime
@@ -290,6 +291,11 @@ def test_what_a_resumed_run_does_otherwise_is_said(
         "train.lr: was 0.001, now 0.5",
     ):
         assert told in caplog.text
+    first, second = read_resumes(tmp_path / "run")
+    assert (first.step, first.changes) == (2, {"max_steps": "was 2, now 3"})
+    assert (second.step, second.changes["train.lr"]) == (3, "was 0.001, now 0.5")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Resumed after step 3" in page and '{"x": 3, "label": "resumed"}' in page
 
 
 def _coefs_after_resume(config: JobConfig, reward: Reward, run_dir: Path) -> list[float]:

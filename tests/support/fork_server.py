@@ -55,7 +55,6 @@ PRELOADED = (
     "google.protobuf.descriptor_pb2",
     "openai",
     "peft",
-    "plotly.basedatatypes",
     "requests",
 )
 OTHER_PYTHON = b"exec\n"

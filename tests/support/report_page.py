@@ -61,5 +61,11 @@ class Page(HTMLParser):
 
     def samples(self) -> dict[str, Any]:
         number = [a.get("id") for t, a in self.tags if t == "script"].index("samples-data")
-        data: dict[str, Any] = json.loads(self.scripts[number])
-        return data
+        return samples_of(self.scripts[number])
+
+
+def samples_of(text: str) -> dict[str, Any]:
+    """The embedded samples of a page, with a dictionary per row."""
+    data: dict[str, Any] = json.loads(text)
+    data["rows"] = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+    return data

@@ -3,7 +3,7 @@ folder in ``burnish/rewards``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pydantic import Field
@@ -103,6 +103,13 @@ def reward_names(rewards: Sequence[RewardSettings]) -> list[str]:
             name = f"{base}_{n}"
         names.append(name)
     return names
+
+
+def passes_unweighted(weights: Iterable[float]) -> bool:
+    """Return whether responses pass by the unweighted score of a reward: only one has a nonzero
+    weight, and that is positive. With a negative weight, a lower score is better."""
+    counted = [weight for weight in weights if weight]
+    return len(counted) == 1 and counted[0] > 0
 
 
 class Scoring(NamedTuple):

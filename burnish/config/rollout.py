@@ -12,6 +12,7 @@ from burnish.config.base import Node, OlderKeys, switched_by
 from burnish.config.episodes import Episodes
 from burnish.config.eval_section import EvalSection, with_sets
 from burnish.config.held_out import held_out_advice
+from burnish.config.rewards import passes_unweighted
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.rewards.kinds import RewardConfig
 from burnish.rollout.kinds import RolloutEngineConfig
@@ -268,8 +269,7 @@ def pass_advice(config: EvalConfig, rewards: Sequence[RewardConfig]) -> Iterator
     reward counts unweighted. No response can then pass, unless a score is above 1 or negative."""
     weights = [entry.weight for entry in rewards if entry.weight]
     most = sum(weight for weight in weights if weight > 0)
-    is_unweighted = len(weights) == 1 and most > 0
-    if weights and not is_unweighted and most < config.pass_threshold - 1e-9:
+    if weights and not passes_unweighted(weights) and most < config.pass_threshold - 1e-9:
         yield (
             f"eval.pass_threshold={config.pass_threshold:g} is above the sum of the positive "
             f"weights ({most:g}): if scores are from 0 to 1, no response passes and eval/pass@1 "

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from burnish.config import EvaluateConfig, JobConfig
 from burnish.config.eval_section import eval_place, eval_prefix
-from burnish.config.rewards import FailurePolicy, ShapingConfig
+from burnish.config.rewards import FailurePolicy, ShapingConfig, passes_unweighted
 from burnish.config.rollout import EvalConfig, SamplingConfig
 from burnish.data.prompts.encode import load_prompts
 from burnish.distributed.process_group import SINGLE, RankGroup
@@ -276,13 +276,19 @@ class Evaluation(Driver[Evaluator]):
             seconds = self.timeline.collect()
             metrics |= {f"time/{name}_s": value for name, value in seconds.items()}
             metrics = self.log(0, metrics)
-        for line in score_lines(metrics, threshold=self.config.eval.pass_threshold):
+        threshold = self.config.eval.pass_threshold
+        weights = [entry.weight for entry in self.config.rewards]
+        unweighted = passes_unweighted(weights) and sum(weights) != 1
+        for line in score_lines(metrics, threshold=threshold, unweighted=unweighted):
             tell(line)
         return metrics
 
 
-def score_lines(metrics: Mapping[str, float], *, threshold: float) -> list[str]:
-    """Return each ``eval/`` metric as one line of text.
+def score_lines(
+    metrics: Mapping[str, float], *, threshold: float, unweighted: bool = False
+) -> list[str]:
+    """Return each ``eval/`` metric as one line of text. ``unweighted``: responses pass by a score
+    that is not the reward, which has a weight.
 
     >>> score_lines({"eval/pass@1": 0.25, "eval/reward": 0.5, "time/eval_s": 1.0}, threshold=1.0)
     ['pass@1        0.2500  (passed: reward of at least 1)', 'reward        0.5000']
@@ -293,7 +299,8 @@ def score_lines(metrics: Mapping[str, float], *, threshold: float) -> list[str]:
     for name, value in scores.items():
         shown = f"{value:,.0f}" if name == "prompts" else f"{value:.4f}"
         lines.append(f"{name:<{width}}  {shown}")
-    lines[0] += f"  (passed: reward of at least {threshold:g})"
+    passed_by = "score without its weight" if unweighted else "reward"
+    lines[0] += f"  (passed: {passed_by} of at least {threshold:g})"
     return lines
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,7 +69,7 @@ def write_card(
         _metadata(recipe, model, "peft" if lora == "adapter" else _library(folder)),
         f"# {title}\n\n{_summary(recipe, model, step=step, lora=lora)}",
         _data_section(recipe),
-        _metrics_section(until),
+        _metrics_section(until, recipe),
         _recipe_section(recipe),
         _versions_section(),
     ]
@@ -158,16 +158,22 @@ def _sources(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [s for s in sources if isinstance(s, dict)] if isinstance(sources, list) else []
 
 
-def _metrics_section(lines: Lines) -> str:
+def _metrics_section(lines: Lines, recipe: Mapping[str, Any]) -> str:
     measured = sorted({n for line in lines for n, v in line.items() if _is_number(v)})
+    best_metric, best_mode = (_below(recipe, "checkpoint", f"best_{k}") for k in ("metric", "mode"))
+    sets = _below(recipe, "eval", "sets")
+    bare = {name: _without_set(name, sets if isinstance(sets, dict) else ()) for name in measured}
     names = list(  # in the order of the report
         dict.fromkeys(
-            name
-            for chart in CHARTS
-            if chart.section == LEARNING
-            for pattern in chart.names
-            for name in measured
-            if fnmatchcase(name, pattern)
+            [name for name in measured if name == best_metric]
+            + [
+                name
+                for chart in CHARTS
+                if chart.section == LEARNING
+                for pattern in chart.names
+                for name in measured
+                if fnmatchcase(name, pattern) or fnmatchcase(bare[name], pattern)
+            ]
         )
     )
     if not names:
@@ -176,6 +182,8 @@ def _metrics_section(lines: Lines) -> str:
     for name in names[:MAX_METRICS]:
         points = _points(lines, name)
         last, direction = points[-1], better(name)
+        if name == best_metric and best_mode is not None:
+            direction = best_mode
         row = f"| `{name}` | {last[1]:.4g} | {last[0]} |"
         if direction is None:
             rows.append(f"{row} | |")
@@ -183,6 +191,17 @@ def _metrics_section(lines: Lines) -> str:
         best = (max if direction == "max" else min)(points, key=lambda point: point[1])
         rows.append(f"{row} {best[1]:.4g} | {best[0]} |")
     return "## Metrics\n\n" + "\n".join(rows) + "\n\n" + _curve(lines, names[:MAX_CURVES])
+
+
+def _without_set(metric: str, sets: Iterable[str]) -> str:
+    """Return the name of a metric of an evaluation set as that of ``eval.data``.
+
+    >>> _without_set("eval/hard/accuracy", ["hard"])
+    'eval/accuracy'
+    """
+    group, _, rest = metric.partition("/")
+    name, _, metric_of_set = rest.partition("/")
+    return f"eval/{metric_of_set}" if group == "eval" and name in sets else metric
 
 
 def _points(lines: Lines, name: str) -> list[tuple[int, float]]:

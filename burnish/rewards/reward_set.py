@@ -20,7 +20,12 @@ import numpy as np
 import torch
 
 from burnish.algorithms.running import RunningMoments
-from burnish.config.rewards import RESERVED_NAMES, FailurePolicy, ShapingConfig
+from burnish.config.rewards import (
+    RESERVED_NAMES,
+    FailurePolicy,
+    ShapingConfig,
+    passes_unweighted,
+)
 from burnish.rewards.base import (
     HasCounts,
     HasLabelUse,
@@ -261,12 +266,11 @@ class RewardSet:
     def to_pass(self, sample: Sample) -> float:
         """Return the number that decides whether a sample passes.
 
-        If only one reward has a nonzero weight and that is positive, this is its unweighted score.
-        Else it is the weighted sum: with a negative weight, a lower score is better.
+        This is the unweighted score of the only weighted reward
+        (:func:`burnish.config.rewards.passes_unweighted`), else the weighted sum.
         """
-        counted = [(reward.name, weight) for reward, weight in self._rewards if weight]
-        if len(counted) == 1 and counted[0][1] > 0:
-            return sample.reward_parts[counted[0][0]]
+        if passes_unweighted(weight for _, weight in self._rewards):
+            return sample.reward_parts[self.weighted_names[0]]
         return sample.reward
 
     def totals(self, measured: ScoredGroup) -> list[float]:

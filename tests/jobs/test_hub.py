@@ -248,6 +248,30 @@ def test_the_card_has_metadata_metrics_recipe_and_versions_but_no_secret(
     assert [line.split("|")[1].strip() for line in curve.split("\n")[2:]] == ["1", "2"]
 
 
+def test_the_card_has_the_best_metric_and_those_of_evaluation_sets(tmp_path: Path) -> None:
+    """A set may be named as a metric; its direction is that of the recipe."""
+    step = tmp_path / "run" / "checkpoints" / "step_000002"
+    step.mkdir(parents=True)
+    recipe = {
+        "job": "rm",
+        "checkpoint": {"best_metric": "eval/hard/odd", "best_mode": "min"},
+        "eval": {"sets": {"hard": {}, "reward": {}}},
+    }
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(recipe))
+    measured = ("accuracy", "hard/accuracy", "reward/accuracy", "hard/odd", "hard/other", "x/loss")
+    values = [{f"eval/{name}": float(i) for name in measured} for i in (1, 2)]
+    lines = [{"step": i, "time": i, **each} for i, each in enumerate(values, 1)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    path = write_card(tmp_path, step, model="reward", lora="merge", title="x")
+    assert path is not None
+    table = path.read_text().partition("| --- | --- | --- | --- | --- |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert rows[0] == ["eval/hard/odd", "2", "2", "1", "1"]
+    accuracies = ["eval/accuracy", "eval/hard/accuracy", "eval/reward/accuracy"]
+    assert [row[0] for row in rows[1:]] == accuracies
+    assert all(row[1:] == ["2", "2", "2", "2"] for row in rows[1:])
+
+
 @pytest.mark.parametrize(
     ("tree", "public"),
     [

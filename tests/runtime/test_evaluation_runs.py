@@ -99,6 +99,28 @@ def test_an_evaluation_job_reports_pass_at_k_of_its_own_samples(
     assert metrics["eval/pass@1"] < metrics["eval/pass@2"] < metrics["eval/pass@4"]
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_the_score_says_what_the_threshold_is_compared_with(
+    weight: float,
+    tmp_path: Path,
+    sums: str,
+    reward: Callable[[str], float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = burnish.load_config(
+        {
+            "job": "evaluate",
+            "run_dir": str(tmp_path / "eval"),
+            "model": {"scratch": {"alphabet": "0123456789+="}},
+            "eval": {"data": {"sources": [sums]}, "generate_max_len": 4, "num_prompts": 1},
+            "rewards": [{"kind": "function", "weight": weight}],
+        }
+    )
+    burnish.run(config, rewards=reward)
+    passed_by = "reward" if weight == 1 else "score without its weight"
+    assert f"(passed: {passed_by} of at least 1)" in capsys.readouterr().out
+
+
 def test_an_evaluation_job_prints_its_score_and_leaves_log_metrics_timeline_and_report(
     tmp_path: Path,
     sums: str,

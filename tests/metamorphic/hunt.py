@@ -30,6 +30,7 @@ from metamorphic import (  # noqa: E402, F401
     relations_models,
     relations_numerics,
     relations_plan,
+    relations_requests,
     relations_rewards,
     relations_rows,
     relations_rules,

@@ -11,7 +11,7 @@ from burnish.report.catalog import Chart, words
 from burnish.report.number_text import format_number
 from burnish.runs.curves import Curve
 
-MAX_POINTS = 1000  # per line; a laptop screen has fewer pixels across
+MAX_POINTS = 500  # per line; a card has fewer pixels across
 
 
 @dataclass(frozen=True)

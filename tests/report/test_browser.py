@@ -46,7 +46,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "train/loss_scale": 2.0 ** (16 - step // 20), "memory/peak_rss_bytes": step * 2.0**27,
             "time/rollout_s": 2.0, "time/train_s": 1 + step % 3, "time/step_s": 6.0, "odd/x": step,
         }  # fmt: skip
-        log.log(step, line)
+        if step % 20 == 0:
+            line |= {"eval/loss": 1.0 / step}
+        log.log(step, line | {"train/loss": 2.0 / step})
     log.close()
     prompt = Prompt("p", (1,), HOSTILE, label=HOSTILE)
     sample = Sample("p/0", "p", 1, (1,), (2,), (0.0,), (True,), (0,), HOSTILE, "stop", 0.5)
@@ -67,7 +69,7 @@ def test_the_page_draws_everything_inside_its_cards(
     page.on("dialog", lambda dialog: errors.append("a payload ran"))
     page.goto(report.as_uri())
     visible = page.locator("figure.chart:visible").count()
-    assert errors == [] and visible == 5
+    assert errors == [] and visible == 6
     assert page.locator("figure.chart:visible canvas").count() == visible
     assert page.evaluate("document.documentElement.scrollWidth") == width
     outside = page.evaluate(
@@ -110,6 +112,17 @@ def test_a_chart_has_the_value_at_the_cursor_and_arrow_keys_move_it(
     page.close()
 
 
+def test_a_step_without_a_measurement_is_not_a_zero(browser: Any, report: Path) -> None:
+    page = browser.new_page()
+    page.goto(report.as_uri())
+    values = page.evaluate("""() => {
+      const chart = BurnishCharts.read(document.querySelector("table[data-title=Loss]"));
+      return chart.lines.find((line) => line.name === "eval").values;
+    }""")
+    assert len(values) == 60 and [v for v in values if v is not None] == [0.05, 0.025, 0.0166667]
+    page.close()
+
+
 def test_a_live_chart_is_updated_and_becomes_a_text_when_it_is_constant(
     browser: Any, report: Path
 ) -> None:
@@ -149,7 +162,7 @@ def test_without_scripts_the_tables_are_open_and_samples_are_text(
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(report.as_uri())
-    assert page.locator("figure.chart table:visible").count() == 5
+    assert page.locator("figure.chart table:visible").count() == 6
     assert page.locator("figure.chart", has_text="Clipped tokens").locator("tr").count() == 61
     assert HOSTILE in page.locator("#samples article").inner_text()
     assert "was 0.1, now 0.2" in page.locator("#config").inner_text()

@@ -51,7 +51,7 @@ def test_a_long_loss_scale_is_never_averaged() -> None:
     assert changes <= set(chart.x) and {1, 5000} <= set(chart.x)
     averaged = _chart(scale=values)
     assert len(averaged.x) <= MAX_POINTS and not set(averaged.lines[0].values) <= {2.0**15, 2.0**16}
-    assert averaged.note == "each point is the mean of 5 entries"
+    assert averaged.note == "each point is the mean of 10 entries"
 
 
 def test_a_long_steady_scale_is_drawn_in_few_points() -> None:

@@ -103,6 +103,7 @@ globalThis.BurnishCharts = (() => {
 
   /* "1e-5 over 40 steps" for a chart whose lines never change; null if one does. */
   function constant(chart) {
+    if (chart.bars) return null;
     const known = chart.lines.map((line) => measured(line.values));
     if (known.some((values) => values.length === 0 || values.some((value) => value !== values[0]))) return null;
     const texts = known.map((values) => format(values[0], chart.unit));
@@ -159,11 +160,12 @@ globalThis.BurnishCharts = (() => {
     const stepped = isLog ? uPlot.paths.stepped({ align: 1 }) : undefined;
     return {
       width, height: HEIGHT + (chart.bars ? 60 : 0), hooks, legend: { show: false },
-      padding: [8, 12, 0, 0],
+      padding: [8, Math.max(12, 3.5 * plain(chart.x.at(-1)).length), 0, 0], // half of the last label
       cursor: {
         y: false,
         drag: { x: true, y: false, dist: 8 },
-        points: { size: 7, show: !chart.bars },
+        points: { size: 7, width: 0, fill: (_, i) => variable(`--c${series[i - 1].color % COLORS}`)(), ...(chart.bars ? { show: false } : {}) },
+        move: (plot, left, top) => [left < 0 ? left : plot.valToPos(plot.data[0][plot.posToIdx(left)], "x"), top], // to a point
         ...(sync ? { sync: { key: sync, setSeries: false, scales: ["x", null] } } : {}),
       },
       scales: {
@@ -187,7 +189,7 @@ globalThis.BurnishCharts = (() => {
       ],
       series: [{}, ...series.map((line) => ({
         label: line.name, spanGaps: true, stroke: color(line.color),
-        width: line.faint ? 1 : chart.bars ? 0 : 2, alpha: line.faint ? 0.4 : 1,
+        width: line.faint ? 1 : chart.bars ? 0 : 2, alpha: line.faint ? 0.3 : 1,
         ...(chart.bars ? { fill: color(line.color), paths: bars } : {}),
         ...(stepped ? { paths: stepped } : {}),
         points: { show: !chart.bars && measured(line.values).length <= MARKERS_UP_TO, size: 6, fill: color(line.color) },
@@ -365,7 +367,7 @@ globalThis.BurnishCharts = (() => {
   /* A table of the report has a row per x and a column per line. Its numbers are those that are drawn. */
   function read(table) {
     const { title, unit, factor, log, bars, note } = table.dataset;
-    const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => (cell.textContent === "" ? null : Number(cell.textContent))));
+    const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => (cell.textContent.trim() === "" ? null : Number(cell.textContent))));
     const names = [...table.tHead.rows[0].cells].slice(1).map((cell) => cell.textContent);
     return {
       title, unit, note, log: log !== undefined, bars: bars !== undefined, x: rows.map((row) => row[0]),

@@ -258,6 +258,7 @@ class SupervisedJob(TrainingJob):
     without_effect: ClassVar[Mapping[str, str]] = {
         "precision.rollout_dtype": "it samples no responses",
         "observe.samples_per_step": "it samples no responses",
+        "observe.samples_with_tokens": "it samples no responses",
         "observe.record_rollouts": "it samples no responses",
     }
 

@@ -26,20 +26,20 @@ class WandbConfig(Node):
     entity: str | None = Field(None, min_length=1)
     """User or team of the project. None: WANDB_ENTITY, else the account's default."""
     group: str | None = Field(None, min_length=1, max_length=_MAX_NAME_CHARS)
-    """Group of the run, e.g. all seeds of one experiment. None: no group."""
+    """Group of the run, e.g. the seeds of an experiment."""
     tags: tuple[str, ...] = ()
     """Tags of the run."""
     mode: Literal["online", "offline"] | None = None
-    """online: upload during the run. offline: write to the run folder, without network; ``wandb
-    sync RUN_DIR/wandb`` uploads later. None: WANDB_MODE, else online."""
+    """online: upload during the run. offline: write to the run folder; ``wandb sync
+    RUN_DIR/wandb`` uploads later. None: WANDB_MODE, else online."""
     sample_rows: int = Field(16, ge=0, le=1000)
     """Samples per table, for training and held-out prompts each, at most ``samples_per_step``. 0:
     no tables."""
     samples_every_n_steps: int = Field(10, ge=1)
     """Minimum steps between two tables of the same kind."""
     timeout_s: float = Field(60.0, gt=0)
-    """Timeout of each wait for the server: at the start (the run is then recorded offline), and at
-    the end for uploads."""
+    """Timeout of each wait for the server, at the start (then the run is recorded offline) and at
+    the end."""
 
     def rules(self) -> Iterator[str]:
         characters = sorted(set(self.project or "") & set(_NOT_IN_PROJECTS))
@@ -94,8 +94,10 @@ class ObserveConfig(TrackersConfig):
 
     samples_per_step: int = Field(64, ge=0)
     """Samples kept per step in ``samples/``. 0: none."""
+    samples_with_tokens: int = Field(8, ge=0)
+    """The first of them also with log-probs, entropy and advantage of each token. 0: none."""
     record_rollouts: bool = False
-    """RL: write every group that is trained, with its tokens and rewards, to ``rollouts/``, so that
-    ``burnish rl --replay`` can repeat the training."""
+    """RL: write every trained group, with tokens and rewards, to ``rollouts/``, for ``burnish rl
+    --replay``."""
     log_every_n_steps: int = Field(1, ge=1)
-    """Print progress every this many steps (metrics.jsonl has every step)."""
+    """Steps between two lines of progress."""

@@ -22,6 +22,7 @@ class ScoreConfig(RowsJob):
     without_effect: ClassVar[Mapping[str, str]] = {
         **RowsJob.without_effect,
         "precision.rollout_dtype": "it samples no responses",
+        "observe.samples_with_tokens": "it samples no responses",
     }
 
     job: Literal["score"] = "score"

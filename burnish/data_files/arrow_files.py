@@ -7,7 +7,7 @@ dictionaries before they are decoded. Reading order: :func:`record_batches`, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,15 +49,18 @@ class ColumnarError(BurnishError, ValueError):
         super().__init__(f"{' ' * bool(rows)}{rows}: {problem}")
 
 
-def record_batches(path: Path, count: int | None = None) -> Iterator[pa.RecordBatch]:
+def record_batches(
+    path: Path, count: int | None = None, *, columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of a file, or those of its first ``count`` rows, whose positions are
-    checked (:func:`check_positions`).
+    checked (:func:`check_positions`). ``columns``: those that are read of Parquet, if the file has
+    them. None: all.
 
     Raises ColumnarError if a row decodes to more than MAX_ROW_BYTES, or if the columns have equal
     names or unsupported types; otherwise the errors of pyarrow.
     """
     first = 0
-    with opened(path) as (schema, batches):
+    with opened(path, columns) as (schema, batches):
         _check_number(len(schema.names))
         if len(set(schema.names)) < len(schema.names):
             twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
@@ -90,8 +93,11 @@ def first_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
-    """Open a file for reading its schema and its batches, which are not checked.
+def opened(
+    path: Path, columns: Sequence[str] | None = None
+) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Open a file for reading its schema and its batches, which are not checked. ``columns``: as in
+    :func:`record_batches`.
 
     Batches of Arrow IPC (the file format, or the stream format of ``datasets``) are memory-mapped
     and stay valid after this context.
@@ -102,7 +108,7 @@ def opened(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     if path.suffix.lower() == ".parquet":
         with pq.ParquetFile(path, memory_map=True) as file:
             _check_number(file.metadata.num_columns)
-            yield file.schema_arrow, _parquet_batches(file, path)
+            yield file.schema_arrow, _parquet_batches(file, path, columns)
         return
     with path.open("rb") as head:
         is_file_format = head.read(6) == b"ARROW1"
@@ -312,12 +318,15 @@ def _lengths(values: Any) -> Any:
 # --- Parquet
 
 
-def _parquet_batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
+def _parquet_batches(
+    file: pq.ParquetFile, path: Path, columns: Sequence[str] | None
+) -> Iterator[pa.RecordBatch]:
     first = 0
     for group in range(file.metadata.num_row_groups):
         rows = _RowGroup(file, path, group, first)
         if rows.num_rows > 0:
-            yield from file.iter_batches(batch_size=rows.batch_rows(), row_groups=[group])
+            size = rows.batch_rows()
+            yield from file.iter_batches(batch_size=size, row_groups=[group], columns=columns)
         first += rows.num_rows
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from burnish.config.changes import changed_settings
 from burnish.config.inference import RowsJob
@@ -45,6 +45,9 @@ from burnish.observe.resumes import changes_since_start, record_resume
 from burnish.observe.samples import drop_samples_after, write_samples
 from burnish.rewards.base import RewardError
 from burnish.types import Group
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 log = logging.getLogger("burnish")
 
@@ -83,6 +86,8 @@ class StepRows:
     """Number of dropped prompts or responses, by reason."""
     sums: Mapping[str, float]
     """Quantities that add up over steps: :func:`sums_of`, and job-specific ones."""
+    tokens: pa.Table | None = None
+    """Tokens of the first samples, for sample files."""
 
 
 class RowsLoop(Closable, Protocol):
@@ -285,7 +290,9 @@ class RowsRun(Driver[RowsLoop]):
         metrics["time/step_s"] = time.perf_counter() - started
         # Write the part last: without it the step is repeated, and its metrics and samples dropped.
         limit, split = self.config.observe.samples_per_step, self.config.job
-        write_samples(self.run_dir, step, done.groups, None, limit=limit, split=split)
+        write_samples(
+            self.run_dir, step, done.groups, None, limit=limit, split=split, tokens=done.tokens
+        )
         metrics = self.log(step, metrics)
         num = self.loop.num_prompts_of_step(step)
         info = {"prompts": num, "dropped": dict(done.dropped), "sums": dict(done.sums)}

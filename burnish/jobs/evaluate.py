@@ -29,6 +29,7 @@ from burnish.jobs.build import (
 from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
 from burnish.observe.progress import FILE_ONLY, tell
 from burnish.observe.public_recipe import write_recipe
+from burnish.observe.sample_tokens import TokenTexts
 from burnish.observe.samples import write_samples
 from burnish.observe.timeline import timed
 from burnish.preflight.limits import limited
@@ -36,6 +37,7 @@ from burnish.rewards.reward_set import NoGroupLeftError, RewardSet
 from burnish.rollout.base import Sampling, wait_for_engine
 from burnish.rollout.runner import Runner, numbered
 from burnish.runtime.base import Runtime
+from burnish.steps.kept_samples import sampled_tokens
 from burnish.steps.no_signal import warn_without_labels
 from burnish.types import Group, Prompt, least_score
 
@@ -132,6 +134,8 @@ class Evaluator:
 
 
 _ALL = 1 << 30
+_WITH_TOKENS = 8
+"""Samples of a set that the job ``evaluate`` keeps with their tokens."""
 
 
 def _mean_of_all(scores: Sequence[float], total: int) -> float:
@@ -201,16 +205,18 @@ def eval_rewards(
     )
 
 
-def make_evaluator(
-    config: EvalConfig, runner: Runner, sets: Mapping[str, Sequence[Prompt]], run_dir: Path
-) -> Evaluator:
-    """Return an evaluator that writes all of its samples to the run folder."""
+def keep_samples(
+    run_dir: Path, texts: TokenTexts, *, count: int
+) -> Callable[[int, Sequence[Group], str], object]:
+    """Return a function that writes all samples of an evaluation to the run folder, the first
+    ``count`` of each set with their tokens."""
 
     def keep(step: int, groups: Sequence[Group], name: str) -> None:
         split = f"eval_{name}" if name else "eval"
-        write_samples(run_dir, step, groups, None, limit=_ALL, split=split)
+        tokens = sampled_tokens(groups, texts, limit=_ALL, count=count)
+        write_samples(run_dir, step, groups, None, limit=_ALL, split=split, tokens=tokens)
 
-    return Evaluator(config, sets, runner, keep)
+    return keep
 
 
 def build_evaluation(
@@ -250,8 +256,8 @@ def _build(
         timeline=runtime.timeline,
         options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed),
     )
-    evaluator = make_evaluator(config.eval, runner, held_out, run_dir)
-    return replace(evaluator, ranks=runtime.loop_ranks)
+    keep = keep_samples(run_dir, TokenTexts(runtime.tokenizer), count=_WITH_TOKENS)
+    return Evaluator(config.eval, held_out, runner, keep, ranks=runtime.loop_ranks)
 
 
 class Evaluation(Driver[Evaluator]):

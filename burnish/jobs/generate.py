@@ -28,6 +28,7 @@ from burnish.driver.rows_run import StepRows, WritesRows, sums_of
 from burnish.episodes.runner import EpisodePool
 from burnish.jobs.build import reward_set, sampling_of, weighted_rewards
 from burnish.jobs.episodes import RunnerOptions, build_episode_pool, closed_on_error, make_runner
+from burnish.observe.sample_tokens import TokenTexts
 from burnish.observe.timeline import timed
 from burnish.preflight.limits import limited
 from burnish.rewards.labels import label_problem, label_readers
@@ -35,6 +36,7 @@ from burnish.rewards.reward_set import NoGroupLeftError
 from burnish.rollout.base import wait_for_engine
 from burnish.rollout.runner import Rollout, Runner
 from burnish.runtime.base import Runtime
+from burnish.steps.kept_samples import sampled_tokens
 from burnish.steps.no_signal import warn_without_labels
 
 log = logging.getLogger("burnish")
@@ -48,6 +50,7 @@ class Generation:
     generation_prompts: GenerationPrompts
     runner: Runner
     tokenizer: PreTrainedTokenizerBase
+    texts: TokenTexts
 
     @property
     def total_steps(self) -> int:
@@ -97,7 +100,13 @@ class Generation:
             dropped["samples_failed"] = failed
         sums = sums_of(groups) | dict(chosen.sums)
         metrics = self._measure(number, answered, sums)
-        return StepRows(chosen.rows, groups, metrics, dropped, sums)
+        tokens = sampled_tokens(
+            groups,
+            self.texts,
+            limit=self.config.observe.samples_per_step,
+            count=self.config.observe.samples_with_tokens,
+        )
+        return StepRows(chosen.rows, groups, metrics, dropped, sums, tokens)
 
     def _measure(self, step: int, answered: GenerationStep, sums: Mapping[str, float]) -> Metrics:
         metrics, rows = answered.rollout.stats.floats(), len(answered.selection.rows)
@@ -199,7 +208,8 @@ def _build(
         timeline=runtime.timeline,
         options=RunnerOptions(config.rollout.n_samples_per_prompt, config.seed),
     )
-    return Generation(config, generation_prompts, runner, runtime.tokenizer)
+    texts = TokenTexts(runtime.tokenizer)
+    return Generation(config, generation_prompts, runner, runtime.tokenizer, texts)
 
 
 def summary(totals: Mapping[str, float], output: Path) -> list[str]:

@@ -31,10 +31,10 @@ from burnish.jobs.evaluate import (
     eval_rewards,
     eval_sampling,
     held_out_prompts,
+    keep_samples,
     longest_row,
-    make_evaluator,
 )
-from burnish.observe.samples import write_samples
+from burnish.observe.sample_tokens import TokenTexts
 from burnish.observe.timeline import SAMPLER, SCORING, Timeline, timed
 from burnish.preflight.limits import limited, vocab_size_of
 from burnish.preflight.usable import count_prompts, usable_prompts
@@ -48,6 +48,7 @@ from burnish.rollout.runner import GroupFilter, Runner
 from burnish.rollout.source import RolloutSource, SyncSource
 from burnish.rollout.weights import NUM_SAMPLES, check_logprobs, probe_requests
 from burnish.runtime.base import Runtime
+from burnish.steps.kept_samples import SampleWriter
 from burnish.steps.moving_reference import moving_reference
 from burnish.steps.no_signal import NoSignalMonitor, warn_without_labels
 from burnish.steps.objectives import (
@@ -183,7 +184,10 @@ def _build(
         timeline=runtime.timeline,
         options=RunnerOptions(config.eval.n_samples_per_prompt, config.seed, phase="eval"),
     )
-    return parts, make_evaluator(config.eval, eval_runner, held_out, run_dir)
+    keep = keep_samples(
+        run_dir, TokenTexts(runtime.tokenizer), count=config.observe.samples_with_tokens
+    )
+    return parts, Evaluator(config.eval, held_out, eval_runner, keep)
 
 
 def make_policy(config: RLConfig, runtime: Runtime) -> TrainEngine:
@@ -204,7 +208,7 @@ def make_rl(
     ptx: Ptx | None,
 ) -> RL:
     """Return the components of a run, with the models that its policy is trained with."""
-    specs, limit = _specs(config), config.observe.samples_per_step
+    specs = _specs(config)
     init, adaptive = config.algorithm.kl.init_kl_coef, config.algorithm.kl.adaptive
     kl: KlController = FixedKl(init)
     if adaptive is not None:
@@ -222,15 +226,14 @@ def make_rl(
     elif config.holds_reference:
         reference = FrozenBase(policy)
     teacher = specs.get("teacher")
+    writer = SampleWriter(run_dir, config, policy, TokenTexts(runtime.tokenizer))
     return RL(
         config=config,
         source=source,
         policy=policy,
         policy_loss=with_expert_balance(objective, config.train.moe_aux_loss_coef),
         kl=kl,
-        keep_samples=lambda step, groups, advantages: write_samples(
-            run_dir, step, groups, advantages, limit=limit, split="train"
-        ),
+        keep_samples=timed(writer, runtime.timeline, {"write": "samples"}).write,
         reference=reference,
         moving=moving_reference(config.reference, policy, reference, runtime.loop_ranks),
         teacher=None if teacher is None else make_teacher(teacher, config.model, runtime),

@@ -46,6 +46,29 @@ SCHEMA = pa.schema(
     ]
 )
 
+TOKEN_SCHEMA = pa.schema(
+    [
+        ("tokens", pa.list_(pa.string())),  # texts, as `sample_tokens.TokenTexts`
+        ("token_ids", pa.list_(pa.int32())),
+        ("row_numbers", pa.list_(pa.int32())),  # training row in the sample, from 0
+        ("turns", pa.list_(pa.int32())),  # -1: not sampled; null: prompt of its row
+        ("action_mask", pa.list_(pa.bool_())),
+        # null outside of the action mask
+        ("versions", pa.list_(pa.int64())),  # optimizer steps of the weights that sampled it
+        ("sampler_logprobs", pa.list_(pa.float32())),
+        ("trainer_logprobs", pa.list_(pa.float32())),  # of the policy before the update
+        ("ref_logprobs", pa.list_(pa.float32())),
+        ("teacher_logprobs", pa.list_(pa.float32())),
+        ("entropies", pa.list_(pa.float32())),  # of the policy before the update
+        ("token_advantages", pa.list_(pa.float32())),
+        ("values", pa.list_(pa.float32())),  # of the critic before the update
+        ("tokens_omitted", pa.int64()),  # tokens of the sample that are not saved
+    ]
+)
+"""Columns of a sample file with the tokens of a sample, all rows of an episode in their order. The
+lists of a sample have the same length. A column that a run does not compute is null. Numbers that
+are not finite are saved as they are."""
+
 _TRAIN_STEM = "step"
 """Prefix of the file names of the split ``train``. Other splits use their own name."""
 _FILE_NAME = re.compile(r"(?P<split>.+)_(?P<step>\d+)\.parquet")
@@ -59,19 +82,17 @@ def write_samples(
     *,
     limit: int,
     split: str = "train",
+    tokens: pa.Table | None = None,
 ) -> Path | None:
     """Write the first groups of a step to ``samples/step_000012.parquet`` (``eval_000012`` for
     split eval), atomically.
 
     ``advantages`` maps sample_id -> advantage. At most ``limit`` samples are written, in complete
     groups; the first group is written even if it exceeds ``limit``. With ``limit`` 0 nothing is
-    written and None is returned. NaN and infinity become null.
+    written and None is returned. NaN and infinity become null. ``tokens``: the columns of
+    :data:`TOKEN_SCHEMA` of the first samples.
     """
-    written: list[Group] = []
-    for group in groups if limit > 0 else ():
-        if written and sum(len(g.samples) for g in written) + len(group.samples) > limit:
-            break
-        written.append(group)
+    written = first_groups(groups, limit)
     if not written:
         return None
     known = advantages or {}
@@ -82,9 +103,26 @@ def write_samples(
     ]
     stem = _TRAIN_STEM if split == "train" else split
     path = Path(run_dir) / SAMPLES_DIR / f"{stem}_{step:06d}.parquet"
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    if tokens is not None:
+        nulls = TOKEN_SCHEMA.empty_table().take(pa.nulls(len(table) - len(tokens), pa.int64()))
+        columns = pa.concat_tables([tokens, nulls])
+        for field in TOKEN_SCHEMA:
+            table = table.append_column(field, columns[field.name])
     with replacing(path) as scratch:
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch, compression="zstd")
+        pq.write_table(table, scratch, compression="zstd")
     return path
+
+
+def first_groups(groups: Sequence[Group], limit: int) -> list[Group]:
+    """Return the groups that are written: complete ones with at most ``limit`` samples, and at
+    least one unless ``limit`` is 0."""
+    written: list[Group] = []
+    for group in groups if limit > 0 else ():
+        if written and sum(len(g.samples) for g in written) + len(group.samples) > limit:
+            break
+        written.append(group)
+    return written
 
 
 def sample_files(run_dir: Path) -> list[tuple[int, Path]]:
@@ -119,12 +157,35 @@ def read_samples(run_dir: Path) -> list[dict[str, Any]]:
 def read_sample_file(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
     """Return the rows of one sample file, or only the first ``limit``."""
     rows: list[dict[str, Any]] = []
-    for batch in record_batches(path, limit):
+    for batch in record_batches(path, limit, columns=SCHEMA.names):
         table = pa.Table.from_batches([batch])
         for field in SCHEMA:
             if field.name not in table.column_names:
                 table = table.append_column(field, pa.nulls(len(table), field.type))
         rows += table.select(SCHEMA.names).cast(SCHEMA).to_pylist()
+    return rows
+
+
+def samples_with_tokens(path: Path) -> list[str]:
+    """Return the ids of the samples of a file whose tokens are saved."""
+    return [row["sample_id"] for row in _token_rows(path, ("sample_id", "tokens_omitted"))]
+
+
+def read_tokens(path: Path, sample_id: str) -> dict[str, Any] | None:
+    """Return the columns of :data:`TOKEN_SCHEMA` of one sample of a file, as lists; None if its
+    tokens are not saved."""
+    for row in _token_rows(path, ("sample_id", *TOKEN_SCHEMA.names)):
+        if row["sample_id"] == sample_id:
+            return {name: row.get(name) for name in TOKEN_SCHEMA.names}
+    return None
+
+
+def _token_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the given columns of the samples whose tokens are saved."""
+    rows: list[dict[str, Any]] = []
+    for batch in record_batches(path, columns=columns):
+        if "tokens_omitted" in batch.schema.names:
+            rows += batch.filter(batch["tokens_omitted"].is_valid()).to_pylist()
     return rows
 
 

@@ -17,13 +17,35 @@ from burnish.observe.headline import Headline, headlines, model_title
 from burnish.observe.metrics import METRICS_FILE, read_metrics
 from burnish.observe.progress import LOG_FILE
 from burnish.observe.public_recipe import CONFIG_FILE, public_yaml, read_recipe
-from burnish.observe.samples import read_sample_file, sample_files, split_of
+from burnish.observe.samples import (
+    read_sample_file,
+    read_tokens,
+    sample_files,
+    samples_with_tokens,
+    split_of,
+)
 from burnish.runs.curves import Curve, curves_of
 from burnish.secret import without_secret_values
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_TOKEN_COLUMNS = {
+    "token": ("tokens", "object"),
+    "id": ("token_ids", "int64"),
+    "row": ("row_numbers", "int64"),
+    "turn": ("turns", "Int64"),
+    "mask": ("action_mask", "bool"),
+    "version": ("versions", "Int64"),
+    "sampler_logprob": ("sampler_logprobs", "float64"),
+    "trainer_logprob": ("trainer_logprobs", "float64"),
+    "entropy": ("entropies", "float64"),
+    "advantage": ("token_advantages", "float64"),
+    "ref_logprob": ("ref_logprobs", "float64"),
+    "teacher_logprob": ("teacher_logprobs", "float64"),
+    "value": ("values", "float64"),
+}
+"""Column of :meth:`Run.tokens` -> (column of the file, type)."""
 _DEPTH = 4
 """Folders between a folder and the runs in it."""
 
@@ -208,6 +230,46 @@ class Run:
             except (ValueError, OSError) as error:  # (pyarrow's are ValueErrors)
                 raise RunFolderError(f"{path} cannot be read: {error}; remove it") from error
         return pd.DataFrame(rows)
+
+    def tokens(self, step: int, sample_id: str) -> pd.DataFrame:
+        """Return the tokens of a sample, a row per token: ``token`` (text), ``id``, ``row``,
+        ``turn``, ``mask``, ``version``, ``sampler_logprob``, ``trainer_logprob``, ``difference``
+        (trainer minus sampler), ``ratio`` (its exponential), ``entropy``, ``advantage``,
+        ``ref_logprob``, ``teacher_logprob`` and ``value``.
+
+        Numbers are NaN outside of the mask, and in columns that the run does not compute. Raises
+        RunFolderError if the step has no such sample with tokens, or if a file is damaged.
+        """
+        import numpy as np
+        import pandas as pd
+
+        saved: list[str] = []
+        for at, path in sample_files(self.folder):
+            if at != step:
+                continue
+            try:
+                columns = read_tokens(path, sample_id)
+                saved += samples_with_tokens(path)
+            except (ValueError, OSError) as error:
+                raise RunFolderError(f"{path} cannot be read: {error}; remove it") from error
+            if columns is None:
+                continue
+            count = len(columns["tokens"])
+            frame = pd.DataFrame(
+                {
+                    name: pd.Series(columns[column] or [None] * count, dtype=dtype)
+                    for name, (column, dtype) in _TOKEN_COLUMNS.items()
+                }
+            )
+            difference = frame["trainer_logprob"] - frame["sampler_logprob"]
+            frame.insert(8, "difference", difference)
+            frame.insert(9, "ratio", np.exp(difference))
+            return frame
+        known = f"; it has those of {', '.join(saved[:3])}" if saved else ""
+        raise RunFolderError(
+            f"step {step} of {self.folder} has no tokens of the sample {sample_id!r}{known}. The "
+            "first observe.samples_with_tokens samples of a step are saved with their tokens"
+        )
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {', '.join(filter(None, self._facts().values()))}>"

@@ -72,8 +72,8 @@ class RL:
     policy: TrainEngine
     policy_loss: Loss
     kl: KlController
-    keep_samples: Callable[[int, Sequence[Group], dict[str, float]], object]
-    """Write samples for inspection, given (step, groups, sample id -> advantage)."""
+    keep_samples: Callable[[int, Rollout, Batch], object]
+    """Write samples for inspection, given (step, rollout, its batch before the update)."""
     reference: HasLogprobs | None = None
     moving: MovingReference | None = None
     """Updates of the reference with the policy's weights. None: it is frozen."""
@@ -106,7 +106,7 @@ def rl_step(run: RL, step: int) -> Metrics:
     batch = with_old_policy(batch, run)
     parts = parts_of(rollout.groups, run.config)
     batch = assign_advantages(batch, run.config.algorithm, kl_coef=run.kl.coef, parts=parts)
-    run.keep_samples(step, rollout.groups, advantage_by_sample(rollout.groups, batch))
+    run.keep_samples(step, rollout, batch)
 
     updates = Updates()
     for minibatch in minibatches(trained_part(batch, rollout.groups, run), run.config, step):

@@ -157,6 +157,10 @@ class TrainEngine(Protocol):
         over the full vocabulary, without gradient. Language models only."""
         ...
 
+    def logprobs_and_entropies(self, batch: Batch) -> Tensor:
+        """Return [M, 2] fp32: :meth:`logprobs` and :meth:`entropies` of one pass."""
+        ...
+
     def values(self, batch: Batch) -> Tensor:
         """Return [M] fp32 values (critic) or scores on the last token of each row (reward), without
         gradient; [M, outputs] if the head has several outputs."""
@@ -231,6 +235,7 @@ POLICY_SPANS: Mapping[str, str] = MappingProxyType(
     {
         "logprobs": "logprobs",
         "entropies": "logprobs",
+        "logprobs_and_entropies": "samples",
         "forward_backward": "train",
         "optim_step": "optim",
     }
@@ -261,6 +266,9 @@ class DistributedPasses(ABC):
 
     def entropies(self, batch: Batch) -> Tensor:
         return self._per_token("entropies", batch)
+
+    def logprobs_and_entropies(self, batch: Batch) -> Tensor:
+        return self._per_token("logprobs_and_entropies", batch)
 
     def values(self, batch: Batch) -> Tensor:
         return self._per_token("values", batch)

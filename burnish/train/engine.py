@@ -335,6 +335,11 @@ class BaseTrainEngine(ABC):
         assert not self.scalar, f"a {self.role} computes values and has no vocabulary"
         return self._no_grad_pass(batch, "entropy")
 
+    def logprobs_and_entropies(self, batch: Batch | Share) -> Tensor:
+        """Return [M, 2] fp32 log-probs and entropies of the action tokens, without gradient."""
+        assert not self.scalar, f"a {self.role} computes values and has no vocabulary"
+        return self._no_grad_pass(batch, "logprobs_and_entropy")
+
     def values(self, batch: Batch | Share) -> Tensor:
         """Return [M] fp32 values of action states (critic) or scores on last tokens (reward),
         without gradient."""
@@ -440,6 +445,8 @@ class BaseTrainEngine(ABC):
         batch, states = share.batch, name == "states"
         dtype = DTYPES[self.spec.role.precision.dtype]
         out = self.forward.no_states(batch, dtype) if states else self.forward.no_outputs(batch)
+        if name == "logprobs_and_entropy":
+            out = torch.stack([out, out], dim=1)
         parts: list[tuple[list[int], Tensor]] = []
         for rows in share.passes_to_run(waits=self.waits_in_forward):
             result = self._no_grad_output(self._micro(batch, rows), name)
@@ -457,7 +464,10 @@ class BaseTrainEngine(ABC):
     def _no_grad_output(self, micro: Batch, name: str) -> Tensor:
         if name == "states":
             return self._states(micro)
-        outputs = self._outputs(micro, with_entropy=name == "entropy")
+        outputs = self._outputs(micro, with_entropy=name.endswith("entropy"))
+        if name == "logprobs_and_entropy":
+            assert outputs.logprobs is not None and outputs.entropy is not None
+            return torch.stack([outputs.logprobs, outputs.entropy], dim=1)
         columns = {
             "logprobs": outputs.logprobs,
             "entropy": outputs.entropy,

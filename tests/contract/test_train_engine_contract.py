@@ -115,6 +115,13 @@ def test_logprobs_are_aligned_with_the_tokens_and_zero_elsewhere(
     of_states = torch.where(ragged_batch.action_mask, of_states, 0.0)
     torch.testing.assert_close(entropies.cpu(), of_states, atol=5e-6, rtol=0)
     assert torch.equal(engine.base_logprobs(batch), ours), "no adapter"
+    both = engine.logprobs_and_entropies(batch)
+    # other kernels of log-probs alone
+    torch.testing.assert_close(both, torch.stack([ours, entropies], 1), atol=5e-6, rtol=0)
+    few = batch.select([1])  # fewer rows than ranks
+    torch.testing.assert_close(
+        engine.logprobs_and_entropies(few), both[ends[1] : ends[2]], atol=5e-6, rtol=0
+    )
 
 
 def test_outputs_of_forward_backward_equal_those_of_logprobs(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from burnish.observe.files import MEMORY_JSON
 from burnish.observe.progress import LOG_FILE
@@ -74,11 +74,13 @@ def _cell(line: Mapping[str, Any], column: str | tuple[str, str]) -> str:
     return "" if value is None else f"{value / 1e9:,.2f} GB"
 
 
-class LoggedWarning(NamedTuple):
-    """A warning or error of a run, and how many times it was logged."""
+@dataclass(frozen=True)
+class LoggedWarning:
+    """A warning or error of a run."""
 
     text: str
-    times: int
+    count: int
+    """Number of times it was logged."""
 
 
 MAX_WARNINGS = 50

@@ -292,7 +292,7 @@ def test_a_run_counts_kernels_that_were_replaced(
     raising(monkeypatch, RuntimeError("no kernel image"))
     run_dir = burnish.run(load_config(tree)).run_dir
     assert [line["train/kernel_fallbacks"] for line in read_metrics(run_dir)] == [1, 1]
-    counted = [n for text, n in read_warnings(run_dir) if "no kernel image" in text]
+    counted = [w.count for w in read_warnings(run_dir) if "no kernel image" in w.text]
     assert counted == [1, 1]  # of the plan's trace, and of the run
 
 

@@ -475,13 +475,15 @@ def test_pipes_in_place_of_files_are_not_read(tmp_path: Path) -> None:
 def test_the_data_of_a_page_is_plain_json_and_constants_are_apart(tmp_path: Path) -> None:
     _config(tmp_path)
     _metrics(tmp_path, *({"train/lr": 1e-5, "train/loss": loss} for loss in (2.0, math.nan, 1.0)))
+    (tmp_path / "run.log").write_text("2026-01-01 00:00:00,000 WARNING odd\n" * 2)
     page = page_module.page_of(load_run(tmp_path))
     data = json.loads(json.dumps(page.as_json(), allow_nan=False))
     (learning, update) = data["sections"]
     (chart,) = learning["charts"]
     assert (chart["title"], chart["x"]) == ("Loss", [0, 2])
     assert [(line["name"], line["values"]) for line in chart["lines"]] == [("loss", [2.0, 1.0])]
-    assert update["charts"] == []
+    assert update["charts"] == [] and data["state"]["kind"] == "ended"
+    assert data["warnings"] == [{"text": "odd", "count": 2}]
     assert update["constants"] == [
         {"title": "Learning rate", "unit": "", "value": "1e-5", "note": "over 3 steps"}
     ]

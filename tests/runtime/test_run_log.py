@@ -41,7 +41,7 @@ def test_warnings_of_the_checks_before_a_run_are_in_its_log_and_report(
     repeated_prompts: Callable[..., Any],
 ) -> None:
     run_dir = burnish.run(repeated_prompts()).run_dir
-    assert [times for text, times in read_warnings(run_dir) if SHARED in text] == [1]
+    assert [w.count for w in read_warnings(run_dir) if SHARED in w.text] == [1]
     assert "rows checked" in (run_dir / "run.log").read_text()
     assert SHARED in (run_dir / "report.html").read_text()
 
@@ -81,5 +81,6 @@ def test_repeated_warnings_are_counted_and_continued_lines_belong_to_them(tmp_pa
         f"{stamp} INFO    step 1\n{stamp} WARNING one\n  more\n{stamp} WARNING two\n"
         f"{stamp} INFO    WARNING no\nmore\n{stamp} WARNING one\n  more\n{stamp} ERROR   three"
     )
-    assert read_warnings(tmp_path) == [("one\n  more", 2), ("two", 1), ("three", 1)]
+    counted = [(warning.text, warning.count) for warning in read_warnings(tmp_path)]
+    assert counted == [("one\n  more", 2), ("two", 1), ("three", 1)]
     assert read_warnings(tmp_path / "none") == []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import burnish.config.model as model
+import burnish.data.rows as rows
 import burnish.data.sources as sources
 import burnish.data_files.arrow_files as arrow_files
 from burnish.episodes import runner
@@ -35,7 +36,13 @@ def adapters_have_no_files(patch: Patch) -> None:
     patch.setattr(model.ModelConfig, "template_file", None)
 
 
+def reasons_follow_names_alone(patch: Patch) -> None:
+    """Only columns named after that of a response are about it."""
+    patch.setattr(rows, "_written_beside", lambda row, key, field, suffix: f"{key}_{suffix}")
+
+
 PLANTED = {
+    "names_of_columns_change_no_row": (reasons_follow_names_alone, tuple(range(24))),
     "class_labels_are_their_names": (labels_stay_numbers, tuple(range(12))),
     "seeds_have_one_value_in_all_files": (only_integers_are_seeds, tuple(range(12))),
     "files_of_an_adapter_are_settings": (adapters_have_no_files, tuple(range(12))),

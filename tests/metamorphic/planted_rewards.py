@@ -16,6 +16,7 @@ import burnish.rewards.math.text as math_text
 import burnish.rewards.python_code.reward as python_code
 from burnish.config.rewards import FailurePolicy
 from burnish.jobs import rl
+from burnish.rewards.model import rows
 from burnish.rewards.model.rows import SampledRows
 from burnish.rewards.reward_set import RewardSet
 
@@ -102,7 +103,13 @@ def short_names_are_products(patch: Patch) -> None:
     patch.setattr(math_text, "_is_word", lambda letters: False)
 
 
+def every_classifier_is_an_export(patch: Patch) -> None:
+    """Rows end at the end token of the answer."""
+    patch.setattr(rows, "_to_last_token", lambda encode, _: encode)
+
+
 PLANTED = {
+    "published_classifiers_read_the_rendering": (every_classifier_is_an_export, tuple(range(24))),
     "names_are_their_letters_in_order": (short_names_are_products, tuple(range(12))),
     "marks_around_numbers_are_no_part_of_them": (formulas_have_no_sign, tuple(range(60))),
     "groups_that_differ_in_training_are_kept": (plain_sums_decide, tuple(range(60))),

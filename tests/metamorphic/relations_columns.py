@@ -1,4 +1,5 @@
-"""Relations of columns whose values have several forms, and of the files in an adapter's folder."""
+"""Relations of columns whose values have several forms, of the names of columns, and of the files
+in an adapter's folder."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from metamorphic.base import Draw, Refused, equal, relation
-from metamorphic.draw_text import KINDS, tokenizer_of, write_rows
+from metamorphic.draw_text import KINDS, text_of, tokenizer_of, write_rows
 
 from burnish.config.model import ModelConfig
+from burnish.data.batches import load_batch
 from burnish.data.chat import encode_prompt
+from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import load_prompts
+from burnish.data.rated.config import ScoresDataConfig
+from burnish.data.sources import DataError
 from burnish.episodes import runner
 from burnish.models.load import load_tokenizer
 from burnish.types import Prompt
@@ -101,3 +107,67 @@ def files_of_an_adapter_are_settings(draw: Draw) -> None:
     found = [load_tokenizer(ModelConfig.model_validate(tree)) for tree in trees]
     equal(*(encode_prompt(t, QUESTION) for t in found), "the prompt")
     equal(*(t.eos_token for t in found), "the end token")
+
+
+@relation
+def names_of_columns_change_no_row(draw: Draw) -> None:
+    """Rows of pairs, rated responses and demonstrations have the same tokens if their columns have
+    other names, or are in an object that dotted paths name. Columns about a response (why it ended,
+    its token ids) keep their names, or follow that of the response. Exact."""
+    tokenizer = tokenizer_of(draw)
+    kind, columns = draw.one(kind=list(_KINDS.items()))[1]
+    row: dict[str, Any] = {"prompt": QUESTION if draw.one(chat=[True, False]) else "ab: "}
+    options = {}
+    for name in columns:
+        text = text_of(draw, plain=True)
+        row[name] = float(len(text)) if name == "score" else text
+        if name == "score":
+            continue
+        if draw.rng.random() < 0.6:
+            row[f"{name}_finish_reason"] = draw.rng.choice(["stop", "length"])
+        if draw.rng.random() < 0.4:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            row[f"{name}_tokens"] = [*ids, tokenizer.eos_token_id]
+    if draw.rng.random() < 0.3:
+        row["finish_reason"] = draw.rng.choice(["stop", "length"])
+    given = {"kind": "scores", "score_keys": ["score"]} if "score" in columns else {}
+    found = []
+    for renamed in (False, True):
+        other = dict(row)
+        for name in ("prompt", *columns) if renamed else ():
+            key = "score_keys" if name == "score" else f"{name}_key"
+            change = draw.rng.choice(["none", "name", "path", "name of all"])
+            if change == "none" or (change == "name of all" and name in ("prompt", "score")):
+                continue
+            new = f"in.{name}x" if change == "path" else f"{name}x"
+            if change == "path":
+                other.setdefault("in", {})[f"{name}x"] = other.pop(name)
+            else:
+                other[new] = other.pop(name)
+            options[key] = [new] if name == "score" else new
+            if change == "name of all":
+                about = [column for column in other if column.startswith(f"{name}_")]
+                other |= {f"{new}{c.removeprefix(name)}": other.pop(c) for c in about}
+        draw.note(row=row, other=other, options=options)
+        path = write_rows(draw, [other], f"{renamed}.jsonl")
+        config = kind.model_validate({"sources": [path], **given, **options})
+        found.append(_outcome(config, tokenizer))
+    equal(found[1], found[0], "rows with other names")
+
+
+_KINDS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
+    "pairs": (PreferenceDataConfig, ("chosen", "rejected")),
+    "scores": (ScoresDataConfig, ("response", "score")),
+    "demonstrations": (SFTDataConfig, ("response",)),
+}
+"""Kind of data, and the columns of its rows besides the prompt."""
+
+
+def _outcome(config: Any, tokenizer: Any) -> Any:
+    """Tokens, mask and targets of the rows. Of an error: its kind, because it names columns."""
+    try:
+        batch = load_batch(config, tokenizer)
+    except DataError as error:
+        return type(error)
+    labels = None if batch.labels is None else batch.labels.tolist()
+    return batch.tokens.tolist(), batch.action_mask.tolist(), batch.offsets.tolist(), labels

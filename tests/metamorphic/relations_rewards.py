@@ -11,7 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from metamorphic.base import CLOSERS, Broken, Draw, equal, relation
+from metamorphic.base import CLOSERS, Broken, Draw, Refused, equal, relation
 from metamorphic.draw_code import passes_directly, program_of
 from metamorphic.draw_text import (
     BOS,
@@ -32,7 +32,10 @@ from burnish.config.rollout import DynamicSampling
 from burnish.config.sandbox import UnsafeSubprocessSandbox
 from burnish.data.batches import load_batch
 from burnish.data.forms import open_rows
+from burnish.data.messages import as_messages
+from burnish.data.pieces import encode_piece
 from burnish.data.preferences.config import PreferenceDataConfig
+from burnish.data.rendering import render_text
 from burnish.data.responses.config import ResponseDataConfig
 from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.stream import RowRef
@@ -464,6 +467,45 @@ def model_rewards_read_trained_rows(draw: Draw) -> None:
     item = RewardInput(given.group.prompt, given.group.samples[0])
     head, response = rows.reward_encoder(reward, policy, "rm")(item)
     equal([*head, *response], wanted, "tokens of the reward model")
+
+
+@relation
+def published_classifiers_read_the_rendering(draw: Draw) -> None:
+    """A classifier of others reads an answer as the tokens of the rendered conversation: the row
+    of an exported model, and what the template writes behind it. Nothing is behind a cut answer,
+    and behind plain text. Exact."""
+    policy = tokenizer_of(draw)
+    reward = _reward_tokenizer(draw, policy)
+    chat = draw.one(chat=[True, True, True, False])
+    prompt = conversation_of(draw, answered=False) if chat else f"Q: {text_of(draw)}"
+    text = text_of(draw, plain=draw.rng.random() < 0.5)
+    cut = draw.one(cut=[False, False, True])
+    tools = tools_of(draw) if chat else None
+    row = {"prompt": prompt, "response": text, "finish_reason": "length" if cut else "stop"}
+    path = write_rows(draw, [row | {"tools": tools}])
+    config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
+    (source,) = open_rows(config)
+    given = ResponseEncoder(config, policy).encode(source[0], RowRef("rows", 0, 0))
+    draw.note(prompt=prompt, text=text, tools=tools)
+    item = RewardInput(given.group.prompt, given.group.samples[0])
+    exported, published = (
+        [*head, *response]
+        for head, response in (
+            rows.reward_encoder(reward, policy, "rm", to_last_token=last)(item)
+            for last in (False, True)
+        )
+    )
+    if cut or not chat:
+        equal(published, exported, "tokens without anything behind them")
+        return
+    messages = [*as_messages(prompt), {"role": "assistant", "content": text}]
+    rendered = render_text(reward, messages, add_generation_prompt=False, tools=tools)
+    complete = encode_piece(reward, rendered)
+    if reward.unk_token_id in exported:
+        raise Refused("an unknown character is a special token")
+    if complete[: len(exported)] != exported:
+        raise Refused("the answer is not tokenized with its prompt")
+    equal(published, complete, "tokens of the rendering")
 
 
 def _rejected(config: PreferenceDataConfig, tokenizer: Tok) -> list[int]:

@@ -1,9 +1,9 @@
 """``report.html``: the page of one run as a file that works from disk, without network access.
 
 The table of a chart is also its data: a script draws the chart from it, and without scripts the
-tables are open. Samples are embedded as JSON and displayed through ``textContent``. The page's
-content security policy blocks all requests, and runs only scripts and styles with a nonce, which
-data cannot predict.
+tables are open. Samples are embedded as compressed JSON and displayed through ``textContent``. The
+page's content security policy blocks all requests, and runs only scripts and styles with a nonce,
+which data cannot predict.
 """
 
 from __future__ import annotations

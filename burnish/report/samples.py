@@ -1,5 +1,5 @@
-"""The samples of the report, as JSON that is safe inside a script element. ``BurnishSamples.rows``
-(samples.js) gives the rows.
+"""The samples of the report, as compressed JSON, whose rows ``BurnishSamples.rows`` (samples.js)
+returns.
 
 Samples and records of episodes (``samples.episode_record``) contain text of models and
 environments. All of it stays text: contents, reasoning and arguments of tool calls are strings
@@ -8,6 +8,8 @@ here, numbers are finite.
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,14 +43,18 @@ class EmbeddedSamples:
     """Data for the page's script (samples.js) and the note above the table."""
 
     json: str
-    """``{"prompts": [text], "openings": [{...}], "columns": [name], "rows": [[value]]}`` with every
-    ``<`` escaped. Rows contain the index of their prompt; episodes, of their first messages and
-    tools."""
+    """``{"prompts": [text], "openings": [{...}], "columns": [name], "rows": [[value]]}``. Rows
+    contain the index of their prompt; episodes, of their first messages and tools."""
     num_rows: int
     note: str
     """Which samples are omitted or truncated, and where to find them; "" if all are complete."""
     newest: tuple[dict[str, Any], ...]
     """At most :data:`MAX_PLAIN` samples of the newest step, with the text of their prompt."""
+
+    @property
+    def packed(self) -> str:
+        """``json`` in gzip and base64, in which no text can end a script element."""
+        return base64.b64encode(gzip.compress(self.json.encode(), mtime=0)).decode()
 
 
 def embed_samples(
@@ -84,11 +90,9 @@ def embed_samples(
         "columns": COLUMNS,
         "rows": [[entry[name] for name in COLUMNS] for entry in entries],
     }
-    data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     newest = [entry for entry in entries if entry["step"] == entries[-1]["step"]][:MAX_PLAIN]
     return EmbeddedSamples(
-        # "<" only occurs in strings, where \u003c is equivalent: no text ends the script element.
-        json=data.replace("<", "\\u003c"),
+        json=json.dumps(content, allow_nan=False, separators=(",", ":")),
         num_rows=len(entries),
         note=files.note(len(entries)),
         newest=tuple({**entry, "prompt": prompts[entry["prompt"]]} for entry in newest),

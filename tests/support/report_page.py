@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -61,10 +63,10 @@ class Page(HTMLParser):
 
     def samples(self) -> dict[str, Any]:
         number = [a.get("id") for t, a in self.tags if t == "script"].index("samples-data")
-        return samples_of(self.scripts[number])
+        return samples_of(gzip.decompress(base64.b64decode(self.scripts[number])))
 
 
-def samples_of(text: str) -> dict[str, Any]:
+def samples_of(text: str | bytes) -> dict[str, Any]:
     """The embedded samples of a page, with a dictionary per row."""
     data: dict[str, Any] = json.loads(text)
     data["rows"] = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]

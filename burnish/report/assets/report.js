@@ -1,5 +1,5 @@
 "use strict";
-// The report: its charts are drawn from the tables below them, its samples from embedded JSON.
+// The report: its charts are drawn from the tables below them, its samples from compressed JSON.
 (() => {
   const page = document.documentElement;
   const json = (id) => JSON.parse(document.getElementById(id)?.textContent ?? "null");
@@ -12,6 +12,12 @@
     figure.querySelector(":scope > .hint")?.remove(); // drawn with the chart
   }
   page.classList.add("drawn");
-  const samples = json("samples-data");
-  if (samples) BurnishSamples.table(document.getElementById("samples-table"), BurnishSamples.rows(samples));
+
+  const packed = document.getElementById("samples-data"), table = document.getElementById("samples-table");
+  async function showSamples() {
+    const bytes = Uint8Array.from(atob(packed.textContent), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    BurnishSamples.table(table, BurnishSamples.rows(await new Response(stream).json()));
+  }
+  if (packed) showSamples().catch((error) => { table.textContent = `Samples cannot be shown (${error}). They are in samples/*.parquet.`; });
 })();

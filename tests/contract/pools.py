@@ -327,10 +327,11 @@ class PipedEngine(DistributedPasses):
         self.pool, self.role, self.version = pool, role, 0
 
     def _per_token(self, method: str, batch: Batch) -> Tensor:
-        shares, out = self.shares(batch), torch.zeros(batch.tokens.numel())
+        shares = self.shares(batch)
         found = self.pool.each(
             "per_token", [method] * len(shares), [pack_share(share) for share in shares]
         )
+        out = torch.zeros(batch.tokens.numel(), *found[0].shape[1:])
         for share, values in zip(shares, found, strict=True):
             fill_rows(out, batch, [(share.row_numbers, torch.from_numpy(values))])
         return out

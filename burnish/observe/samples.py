@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         ("label", pa.string()),
         ("version", pa.int64()),  # optimizer steps of the newest weights that sampled a token
         ("episode", pa.string()),  # JSON of `episode_record`; null for a single response
+        ("dropped", pa.string()),  # split `dropped`: why no step trains its group; else null
     ]
 )
 
@@ -69,6 +70,8 @@ TOKEN_SCHEMA = pa.schema(
 lists of a sample have the same length. A column that a run does not compute is null. Numbers that
 are not finite are saved as they are."""
 
+DROPPED = "dropped"
+"""Split of the samples that no step trains."""
 _TRAIN_STEM = "step"
 """Prefix of the file names of the split ``train``. Other splits use their own name."""
 _FILE_NAME = re.compile(r"(?P<split>.+)_(?P<step>\d+)\.parquet")
@@ -83,6 +86,7 @@ def write_samples(
     limit: int,
     split: str = "train",
     tokens: pa.Table | None = None,
+    dropped: Mapping[str, str] | None = None,
 ) -> Path | None:
     """Write the first groups of a step to ``samples/step_000012.parquet`` (``eval_000012`` for
     split eval), atomically.
@@ -90,14 +94,20 @@ def write_samples(
     ``advantages`` maps sample_id -> advantage. At most ``limit`` samples are written, in complete
     groups; the first group is written even if it exceeds ``limit``. With ``limit`` 0 nothing is
     written and None is returned. NaN and infinity become null. ``tokens``: the columns of
-    :data:`TOKEN_SCHEMA` of the first samples.
+    :data:`TOKEN_SCHEMA` of the first samples. ``dropped``: prompt id -> why no step trains its
+    group, for the split ``dropped``.
     """
     written = first_groups(groups, limit)
     if not written:
         return None
-    known = advantages or {}
+    known, reasons = advantages or {}, dropped or {}
     rows = [
-        {"step": step, "split": split, **_row(group, sample, known.get(sample.sample_id))}
+        {
+            "step": step,
+            "split": split,
+            **_row(group, sample, known.get(sample.sample_id)),
+            "dropped": None if split != DROPPED else _text(reasons.get(group.prompt.id, "")),
+        }
         for group in written
         for sample in group.samples
     ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from burnish.observe.progress import tell
-from burnish.observe.samples import read_sample_file, samples_of_step
+from burnish.observe.samples import DROPPED, read_sample_file, samples_of_step
 from burnish.secret import without_secrets
 
 MAX_QUEUED_STEPS = 1024
@@ -243,7 +243,8 @@ class TrackerQueue:
     def _samples(self, step: int) -> Samples:
         rate, samples = self._limits.samples, {}
         for split, path in samples_of_step(self._run_dir, step).items() if rate.rows else ():
-            if step - self._shown.get(split, -math.inf) >= rate.every_n_steps:
+            due = step - self._shown.get(split, -math.inf) >= rate.every_n_steps
+            if due and split != DROPPED:
                 samples[split] = read_sample_file(path, limit=rate.rows)
                 self._shown[split] = step
         return samples

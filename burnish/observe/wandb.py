@@ -25,6 +25,7 @@ from burnish.config.observe import WandbConfig
 from burnish.observe.errors import TrackerError
 from burnish.observe.files import write_text
 from burnish.observe.progress import tell
+from burnish.observe.samples import DROPPED
 from burnish.secret import without_secrets, without_texts
 from burnish.small_files import read_small
 
@@ -229,7 +230,7 @@ class WandbTracker:
         return run
 
     def _table(self, rows: Sequence[Mapping[str, Any]]) -> Table:
-        columns = [name for name in rows[0] if name != "split"]
+        columns = [name for name in rows[0] if name not in ("split", DROPPED)]
         cells = [[_truncated(row[name]) for name in columns] for row in rows]
         table: Table = self._wandb.Table(columns=columns, data=cells)
         return table

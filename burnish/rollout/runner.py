@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -33,6 +34,19 @@ log = logging.getLogger("burnish")
 _MAX_REFILLS = 10
 
 
+MAX_DROPPED = 8
+"""Groups of :attr:`Rollout.dropped`."""
+
+
+@dataclass(frozen=True)
+class DroppedGroup:
+    """A group that was sampled and that no step trains."""
+
+    group: Group
+    """Its samples; of episodes without a result, their records. Rewards are NaN if one failed."""
+    reason: str
+
+
 @dataclass(frozen=True)
 class Rollout:
     """Scored groups and their statistics."""
@@ -45,6 +59,8 @@ class Rollout:
     lost: Mapping[str, Outcome] = field(default_factory=dict)
     """Prompt id -> reason, for the groups that were sampled for this step or since the step
     before, and that no step trains."""
+    dropped: tuple[DroppedGroup, ...] = ()
+    """The first of these groups, for inspection."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,26 @@ class SampledGroup:
     error: Exception | None = None
     """The first failure of an episode that the policy did not cause."""
 
+    def records(self) -> Group:
+        """Return a group of the episodes, with or without a result, without their tokens."""
+        samples = tuple(
+            Sample(
+                sample_id=f"{self.prompt.id}/{k}",
+                prompt_id=self.prompt.id,
+                group_id=0,
+                prompt_ids=self.prompt.token_ids,
+                response_ids=(),
+                sampler_logprobs=(),
+                action_mask=(),
+                versions=(),
+                text="",
+                finish_reason="aborted",
+                episode=record,
+            )
+            for k, record in enumerate(self.episodes)
+        )
+        return Group(0, self.prompt, samples)
+
 
 @dataclass(frozen=True)
 class GroupResult:
@@ -69,6 +105,14 @@ class GroupResult:
     measured: ScoredGroup | None
     """None: there is no group to score."""
     outcome: Outcome
+    reason: str = ""
+    """Why the outcome is not ``ready``."""
+
+    def dropped(self, group: Group | None) -> DroppedGroup:
+        """Return the result as a group that no step trains. ``group``: with final rewards."""
+        if group is None and self.measured is not None:
+            group = self.measured.group
+        return DroppedGroup(group or self.sampled.records(), self.reason)
 
 
 @dataclass(frozen=True)
@@ -82,9 +126,13 @@ class GroupFilter:
     signal, even if the weighted sums of the plain scores are equal."""
 
     def keeps(self, measured: ScoredGroup, rewards: RewardSet) -> bool:
-        """Return whether a group that has scores is kept.
+        """Return whether a group that has scores is kept."""
+        return not self.reason(measured, rewards)
 
-        It is if its weighted sums differ after clipping and before penalties (with
+    def reason(self, measured: ScoredGroup, rewards: RewardSet) -> str:
+        """Return why a group that has scores is left out; empty if it is kept.
+
+        It is kept if its weighted sums differ after clipping and before penalties (with
         ``each_reward``: if any weighted reward differs; with rewards of turns: also if those of any
         turn differ), and if the mean of the plain sums is between ``above`` and ``below``.
         """
@@ -94,11 +142,14 @@ class GroupFilter:
         if self.each_reward:
             compared = [list(measured.scores[name]) for name in rewards.weighted_names]
         of_turns = zip_longest(*rewards.turn_rewards(measured.group), fillvalue=0.0)
-        if all(map(all_equal, (*compared, *of_turns))):
-            return False
         mean, config = sum(totals) / len(totals), self.config
-        above_min = config.above is None or mean > config.above
-        return above_min and (config.below is None or mean < config.below)
+        if all(map(all_equal, (*compared, *of_turns))):
+            return f"filtered: all rewards are equal (mean {mean:.4g})"
+        if config.above is not None and mean <= config.above:
+            return f"filtered: the mean reward {mean:.4g} is not above {config.above:g}"
+        if config.below is not None and mean >= config.below:
+            return f"filtered: the mean reward {mean:.4g} is not below {config.below:g}"
+        return ""
 
 
 class Runner:
@@ -189,7 +240,10 @@ class Runner:
             raise self._too_few(results, len(groups), count)
         for group in groups:
             del outcomes[group.prompt.id]
-        return Rollout(numbered(groups), stats, lost=outcomes)
+        finished = {group.prompt.id: group for group in rejected}
+        lost = [result for result in results if result.sampled.prompt.id in outcomes]
+        dropped = [r.dropped(finished.get(r.sampled.prompt.id)) for r in lost[:MAX_DROPPED]]
+        return Rollout(numbered(groups), stats, lost=outcomes, dropped=tuple(dropped))
 
     def run(self, prompts: Sequence[Prompt], *, by_sample: bool = False) -> Rollout:
         """Sample and score all of ``prompts``, in their order. A group has all samples that did not
@@ -272,15 +326,16 @@ class Runner:
         results = []
         for item in sampled:
             if item.group is None:
-                results.append(GroupResult(item, None, "failed"))
+                results.append(GroupResult(item, None, "failed", _no_result(item)))
                 continue
             score = next(measured)
             outcome: Outcome = "ready"
+            reason = ""
             if score.scores is None:
-                outcome = "failed"
-            elif self.dynamic is not None and not self.dynamic.keeps(score, self.rewards):
+                outcome, reason = "failed", f"failed reward: {_short(score.failure)}"
+            elif self.dynamic is not None and (reason := self.dynamic.reason(score, self.rewards)):
                 outcome = "filtered"
-            results.append(GroupResult(item, score, outcome))
+            results.append(GroupResult(item, score, outcome, reason))
         return results
 
     def check(self, sampled: Sequence[SampledGroup]) -> None:
@@ -326,6 +381,19 @@ class Runner:
             for completion in completions
         )
         return SampledGroup(prompt, Group(0, prompt, samples))
+
+
+def _no_result(sampled: SampledGroup) -> str:
+    """Return why a prompt has no group."""
+    statuses = Counter(record.status for record in sampled.episodes)
+    ends = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
+    first = "" if sampled.error is None else f"; the first failure: {_short(sampled.error)}"
+    return f"failed episodes: too few have a result ({ends}){first}"
+
+
+def _short(error: Exception | None) -> str:
+    """Return the first line of an error's message, cut to 300 characters."""
+    return str(error).partition("\n")[0][:300]
 
 
 def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:

@@ -215,7 +215,7 @@ class Run:
 
     def samples(self, *, step: int | None = None, split: str | None = None) -> pd.DataFrame:
         """Return the kept samples, of all steps or of one, and of all splits or of one (``train``,
-        ``eval``). ``reward_parts`` and ``episode`` are dictionaries.
+        ``dropped``, ``eval``). ``reward_parts`` and ``episode`` are dictionaries.
 
         Raises RunFolderError if a file is damaged.
         """

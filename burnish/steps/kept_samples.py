@@ -12,16 +12,19 @@ import pyarrow as pa
 from burnish.batches import groups_to_batch
 from burnish.config import RLConfig
 from burnish.observe.sample_tokens import TokenTexts, token_table
-from burnish.observe.samples import first_groups, write_samples
-from burnish.rollout.runner import Rollout
+from burnish.observe.samples import DROPPED, first_groups, write_samples
+from burnish.rollout.runner import Rollout, numbered
 from burnish.steps.rl import advantage_by_sample
 from burnish.train.base import TrainEngine
 from burnish.types import Batch, Group
 
+_DROPPED_SAMPLES = 16
+"""Samples per step of groups that are not trained, in complete groups."""
+
 
 @dataclass(frozen=True)
 class SampleWriter:
-    """Writes the first samples of each RL step."""
+    """Writes the first samples of each RL step, and of the groups that it does not train."""
 
     run_dir: Path
     config: RLConfig
@@ -39,6 +42,15 @@ class SampleWriter:
             advantage_by_sample(groups, batch),
             limit=observe.samples_per_step,
             tokens=self._tokens(groups, batch),
+        )
+        write_samples(
+            self.run_dir,
+            step,
+            numbered(lost.group for lost in rollout.dropped),
+            None,
+            limit=min(_DROPPED_SAMPLES, observe.samples_per_step),
+            split=DROPPED,
+            dropped={lost.group.prompt.id: lost.reason for lost in rollout.dropped},
         )
 
     def _tokens(self, groups: Sequence[Group], batch: Batch) -> pa.Table | None:

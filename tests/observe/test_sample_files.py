@@ -6,7 +6,10 @@ import json
 import math
 from pathlib import Path
 
-from burnish.observe.samples import drop_samples_after, read_samples, write_samples
+from burnish.environments.base import EpisodeInfraError
+from burnish.observe.samples import DROPPED, drop_samples_after, read_samples, write_samples
+from burnish.rollout.runner import GroupResult, SampledGroup
+from burnish.transcript import Episode
 from burnish.types import Group, Prompt, Sample
 
 
@@ -52,6 +55,7 @@ def test_a_sample_round_trips_with_every_column(tmp_path: Path) -> None:
         "label": "{'answer': 1}",
         "version": 4,
         "episode": None,
+        "dropped": None,
     }
 
 
@@ -95,3 +99,19 @@ def test_later_steps_are_dropped_on_resume_and_scratch_files_are_no_samples(tmp_
     drop_samples_after(tmp_path, 2)
     assert {row["step"] for row in read_samples(tmp_path)} == {1, 2}
     drop_samples_after(tmp_path / "nowhere", 2)
+
+
+def test_episodes_without_a_result_are_saved_with_their_records(tmp_path: Path) -> None:
+    """A group of two episodes, whose environment ended. No tokens are known."""
+    start = ({"role": "user", "content": "1+1="},)
+    episodes = tuple(Episode("infra_error", start, error="the process ended") for _ in range(2))
+    sampled = SampledGroup(Prompt("p", (5,), "1+1="), None, episodes, EpisodeInfraError("it ended"))
+    lost = GroupResult(sampled, None, "failed", "failed episodes: 2 infra_error").dropped(None)
+    reasons = {"p": lost.reason}
+    write_samples(tmp_path, 1, [lost.group], None, limit=8, split=DROPPED, dropped=reasons)
+    rows = read_samples(tmp_path)
+    assert [row["sample_id"] for row in rows] == ["p/0", "p/1"]
+    for row in rows:
+        assert json.loads(row["episode"])["status"] == "infra_error"
+        assert (row["reward"], row["version"], row["response_tokens"]) == (None, None, 0)
+        assert row["dropped"] == lost.reason and row["finish_reason"] == "aborted"

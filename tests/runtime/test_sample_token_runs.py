@@ -1,4 +1,5 @@
-"""Runs save the tokens of their first samples, and train with the same bits as without."""
+"""Runs save the tokens of their first samples, and the groups that no step trains. They train with
+the same bits as without."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ import torch
 import burnish
 from burnish.config import JobConfig
 from burnish.observe.metrics import read_metrics
-from burnish.observe.samples import read_samples, read_tokens, sample_files, samples_with_tokens
+from burnish.observe.samples import (
+    DROPPED,
+    read_sample_file,
+    read_samples,
+    read_tokens,
+    sample_files,
+    samples_with_tokens,
+    split_of,
+)
 from burnish.rollout.runner import Rollout
 from burnish.steps.kept_samples import SampleWriter
 from burnish.types import Batch
@@ -130,3 +139,52 @@ def test_sampled_tokens_are_saved_without_a_trainer(
             assert columns is not None and columns["trainer_logprobs"] is None
             mask = columns["action_mask"]
             assert [v is not None for v in columns["sampler_logprobs"]] == mask and any(mask)
+
+
+def _failing(prompt: str, response: str) -> float:
+    """Equal for all responses to ``2+``, and an error for ``1+``."""
+    if prompt.startswith("1+"):
+        raise ValueError(f"no reward for {prompt}")
+    return 0.5 if prompt.startswith("2+") else sum(c.isdigit() for c in response) / 4
+
+
+@pytest.mark.parametrize("options", [[], ASYNC], ids=["sync", "async"])
+def test_groups_that_no_step_trains_are_saved_with_the_reason(
+    options: list[str], rl: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the prompts are lost. They are not in the files of trained samples."""
+    lost: dict[int, dict[str, str]] = {}
+    write = SampleWriter.write
+
+    def seen(self: SampleWriter, step: int, rollout: Rollout, batch: Batch) -> None:
+        lost[step] = dict(rollout.lost)
+        write(self, step, rollout, batch)
+
+    monkeypatch.setattr(SampleWriter, "write", seen)
+    config = rl(
+        *COMMON, *options, "rollout.dynamic_sampling={}", "on_reward_failure.then=drop_group"
+    )
+    run_dir = burnish.run(config, rewards=_failing).run_dir
+    assert any(lost.values())
+    saved: dict[int, list[dict[str, Any]]] = {step: [] for step in lost}
+    for step, path in sample_files(run_dir):
+        rows = read_sample_file(path)
+        if split_of(path) == DROPPED:
+            saved[step] = rows
+        else:
+            assert {row["dropped"] for row in rows} == {None}
+            assert not {row["prompt_id"] for row in rows} & set(lost[step])
+    for step, rows in saved.items():
+        groups = {row["prompt_id"]: row["dropped"] for row in rows}
+        assert set(groups) <= set(lost[step]) and len(groups) == min(4, len(lost[step]))
+        assert len(rows) == 4 * len(groups)
+        for row in rows:
+            assert row["advantage"] is None and row["split"] == DROPPED
+            if lost[step][row["prompt_id"]] == "failed":
+                assert "no reward for 1+" in row["dropped"] and row["reward"] is None
+            else:
+                assert row["dropped"].startswith("filtered: all rewards are equal")
+                assert row["reward"] is not None
+    reasons = {row["dropped"] for rows in saved.values() for row in rows}
+    assert any(r.startswith("failed reward") for r in reasons)
+    assert any(r.startswith("filtered") for r in reasons)

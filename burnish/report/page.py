@@ -22,7 +22,7 @@ from burnish.report.charts import (
     ChartData,
     Constant,
     chart_data,
-    constant_of,
+    drawn_and_stated,
     smooth,
     thin,
 )
@@ -58,8 +58,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading of the page and the charts below it. Charts whose lines never change are in
-    ``constants`` instead."""
+    """A heading of the page and the charts below it. Those that need no lines are in
+    ``constants``."""
 
     title: str
     anchor: str
@@ -123,15 +123,16 @@ def page_of(run: Run) -> RunPage:
 
 def _sections(curves: Mapping[str, Curve]) -> list[Section]:
     drawn = [n for n, c in curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
-    sections = []
+    sections: list[Section] = []
     for title, group in groupby(arrange(drawn), key=lambda chart: chart.section):
-        charts = [(chart, constant_of(chart)) for chart in (chart_data(c, curves) for c in group)]
+        earlier = [chart for section in sections for chart in section.charts]
+        charts, constants = drawn_and_stated((chart_data(c, curves) for c in group), earlier)
         sections.append(
             Section(
                 title=title,
                 anchor=title.lower().replace(" ", "-"),
-                charts=tuple(chart for chart, constant in charts if constant is None),
-                constants=tuple(constant for _, constant in charts if constant is not None),
+                charts=tuple(charts),
+                constants=tuple(constants),
                 folded=title == MORE,
             )
         )

@@ -70,6 +70,12 @@ TOKEN_SCHEMA = pa.schema(
 lists of a sample have the same length. A column that a run does not compute is null. Numbers that
 are not finite are saved as they are."""
 
+_REPEATED = [
+    *SCHEMA.names,
+    *(f"{f.name}.list.element" for f in TOKEN_SCHEMA if f.type != pa.list_(pa.float32())),
+]
+"""Columns of the file with values that repeat. Dictionaries make the others a third larger."""
+
 DROPPED = "dropped"
 """Split of the samples that no step trains."""
 _TRAIN_STEM = "step"
@@ -120,7 +126,7 @@ def write_samples(
         for field in TOKEN_SCHEMA:
             table = table.append_column(field, columns[field.name])
     with replacing(path) as scratch:
-        pq.write_table(table, scratch, compression="zstd")
+        pq.write_table(table, scratch, compression="zstd", use_dictionary=_REPEATED)
     return path
 
 

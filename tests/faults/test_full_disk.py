@@ -30,9 +30,14 @@ def _checkpoints(run_dir: Path) -> list[str]:
 
 
 def _no_space_from_the_third_save(patch: pytest.MonkeyPatch) -> None:
-    """The file system says so before anything is written."""
+    """The file system says so before anything is written. Metrics ask for the run folder."""
     answers = iter([1 << 40, 1 << 40])
-    patch.setattr(shutil, "disk_usage", lambda path: _Usage(1 << 40, 0, next(answers, 1000)))
+
+    def usage(path: Path) -> _Usage:
+        is_save = Path(path).name == "checkpoints"
+        return _Usage(1 << 40, 0, next(answers, 1000) if is_save else 1 << 40)
+
+    patch.setattr(shutil, "disk_usage", usage)
 
 
 def _write_fails_in_the_third_save(patch: pytest.MonkeyPatch) -> None:

@@ -188,3 +188,28 @@ def test_groups_that_no_step_trains_are_saved_with_the_reason(
     reasons = {row["dropped"] for rows in saved.values() for row in rows}
     assert any(r.startswith("failed reward") for r in reasons)
     assert any(r.startswith("filtered") for r in reasons)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sharded_ranks_of_which_one_has_no_row_train_with_the_same_bits(
+    rl: MakeConfig, reward: Any, ray_cluster: Any
+) -> None:
+    """One sample with tokens, two ranks. The numbers are those that the sampler computed."""
+    options = ["cluster.runtime=ray", "cluster.policy_ranks=2", "train.engine.sharding=full"]
+    runs = []
+    for count in (0, 1):
+        config = rl(*COMMON, *options, f"observe.samples_with_tokens={count}")
+        config = config.model_copy(update={"run_dir": f"{config.run_dir}-{count}"})
+        runs.append(burnish.run(config, rewards=reward).run_dir)
+    assert _numbers(runs[0]) == _numbers(runs[1])
+    assert _weights(runs[0]) == _weights(runs[1])
+    for _, path in sample_files(runs[1]):
+        (name,) = samples_with_tokens(path)
+        columns = read_tokens(path, name)
+        assert columns is not None
+        trainer, sampler = (
+            [v for v in columns[f"{side}_logprobs"] if v is not None]
+            for side in ("trainer", "sampler")
+        )
+        assert trainer and trainer == pytest.approx(sampler, abs=1e-5)  # rounding of fp32

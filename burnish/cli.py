@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from burnish import __version__, cli_runs, cli_serve
+from burnish import __version__, cli_init, cli_runs, cli_serve
 from burnish.cli_arguments import (
     Arguments,
     DryRun,
@@ -119,6 +119,7 @@ def _add_job(job: str, entry: JobEntry) -> None:
     app.command(job, help=entry.help)(command)
 
 
+app.command()(cli_init.init)
 for _name, _entry in REGISTRY.items():
     _add_job(_name, _entry)
 

@@ -119,12 +119,13 @@ ALLOWED: dict[str, set[str]] = {
     "publish": LOOPS | {"driver"},
     "jobs": LOOPS | JOBS,
     "demo": LOOPS | JOBS | {"jobs"},
+    "starter": BASE | {"data", "preflight"},
     "doctor": LOOPS | JOBS | {"jobs"},
 }
 """What each part may import besides itself. ``cli``, ``__main__`` and the root import anything."""
 
 TOP = {
-    *("cli", "cli_arguments", "cli_completion", "cli_errors", "cli_runs", "cli_serve"),
+    *("cli", "cli_arguments", "cli_completion", "cli_errors", "cli_init", "cli_runs", "cli_serve"),
     *("__main__", "__init__"),
 }
 

@@ -3,7 +3,7 @@ other problems."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from burnish.config.explain import nearest
@@ -44,12 +44,18 @@ def missing_columns(paths: Iterable[str], columns: Mapping[str, str | None]) -> 
         have = columns_of(path, names)
         for field, name in columns.items():
             if have is not None and name is not None and name not in have:
-                usual = [u for u in _USUAL.get(field.rpartition(".")[2], ()) if u in have]
-                hint = nearest(name, have) or (f" (perhaps {field}={usual[0]})" if usual else "")
+                usual = usual_column(field.rpartition(".")[2], have)
+                hint = nearest(name, have) or (f" (perhaps {field}={usual})" if usual else "")
                 yield (
                     f"{field}={name}: {path} has no such column; its columns are "
                     f"{', '.join(have)}{hint}. Correct {field}, or add the column"
                 )
+
+
+def usual_column(field: str, have: Collection[str]) -> str | None:
+    """Return the column that public data sets use for a field such as ``label_key``; None if there
+    is none."""
+    return next((name for name in _USUAL.get(field, ()) if name in have), None)
 
 
 _USUAL = {

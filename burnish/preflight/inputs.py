@@ -122,7 +122,7 @@ def _checks(config: JobConfig, *, resumed: bool) -> Iterator[Callable[[], None]]
     yield from (partial(_raise, LoadError(f"{key}: {error}")) for key, error in broken.items())
     for data in config.nodes_of(DataConfig):
         sources = [s for s in data.sources if not any(_code_error(c) for _, c in s.user_code)]
-        yield from (partial(_check_source, source, data) for source in sources)
+        yield from (partial(check_source, source, data) for source in sources)
     # On a cluster, the other models are read by workers, which may have other folders.
     ray = config.cluster.runtime == "ray"
     problems = [p for p in model_problems(config) if not ray or p.startswith("model.")]
@@ -145,7 +145,7 @@ def _code_error(spec: str) -> LoadError | None:
     return None
 
 
-def _check_source(source: SourceConfig, data: DataConfig) -> None:
+def check_source(source: SourceConfig, data: DataConfig) -> None:
     """Raise DataError if a source cannot be opened, or if all of its first rows are unusable. A
     single one is reported with the other rows, unless the recipe does not check them."""
     strict = data.on_bad_row == "fail"

@@ -18,7 +18,7 @@ from burnish.rewards.python_code.config import PythonCodeReward
 from burnish.rewards.python_code.reward import PythonCodeScorer
 from burnish.rewards.python_code.tests import read_code
 from burnish.sandbox import bubblewrap
-from burnish.sandbox.base import SandboxError
+from burnish.sandbox.base import Program, Result, SandboxError
 from burnish.sandbox.make import check_sandbox
 from burnish.types import Prompt, Sample
 
@@ -401,6 +401,37 @@ def test_no_sandbox_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     with pytest.raises(RewardError, match="reward 'python_code': bubblewrap is not installed"):
         PythonCodeScorer(PythonCodeReward())
+
+
+@pytest.mark.parametrize("obstacle", [None, "no output", "another version"])
+def test_the_judge_is_compiled_once_or_else_runs_from_its_source(
+    obstacle: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = UnsafeSubprocessSandbox(
+        kind="unsafe_subprocess", output_bytes=1000 if obstacle == "no output" else 1 << 20
+    )
+    reward = PythonCodeScorer(PythonCodeReward(sandbox=sandbox))
+    if obstacle == "another version":  # the first bytes of bytecode
+        reward._compiled = module._JUDGE.read_bytes(), b"\0" * 16
+    commands, run = [], reward._sandbox.run
+
+    async def recorded(program: Program) -> Result:
+        commands.append(program.command[-1])
+        return await run(program)
+
+    monkeypatch.setattr(reward._sandbox, "run", recorded)
+    for _ in range(2):
+        items = [item_of(f"```\n{ADD}\n```", [f"assert f(1, 2) == {n}"]) for n in (3, 4)]
+        assert reward.score(items) == [1, 0]
+    reward.close()
+    expected = {
+        None: [module._COMPILE, *["judge.pyc"] * 4],
+        "no output": [module._COMPILE, *["judge.py"] * 4],
+    }
+    if obstacle == "another version":
+        assert commands.count("judge.py") == 4 and commands.count("judge.pyc") <= 2
+    else:
+        assert commands == expected[obstacle]
 
 
 def test_a_sandbox_that_fails_is_no_score(

@@ -31,6 +31,12 @@ from burnish.types import Prompt
 log = logging.getLogger("burnish")
 
 _JUDGE = Path(__file__).with_name("judge.py")
+_COMPILED = "judge.pyc"
+_COMPILE = f"""
+import py_compile, sys
+py_compile.compile("{_JUDGE.name}", "{_COMPILED}", doraise=True)
+sys.stdout.buffer.write(open("{_COMPILED}", "rb").read())
+"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class PythonCodeScorer:
         self.name, self._config, self._tokenizer = name, config, tokenizer
         self._counts: Counter[str] = Counter()
         self._passed = (0.0, 0.0)
+        self._compiled = (b"", b"")
+        """Source of the judge and its bytecode; the latter is empty if it cannot be used."""
         self._loop = LoopThread(f"reward-{name}")
         try:
             self._sandbox = make_sandbox(config.sandbox)
@@ -103,6 +111,7 @@ class PythonCodeScorer:
             except (SampleError, SandboxError) as error:  # becomes data; the other items continue
                 return error
 
+        await self._compile_judge()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(result_of(item)) for item in items]
         results = [task.result() for task in tasks]
@@ -110,6 +119,42 @@ class PythonCodeScorer:
             if isinstance(result, SandboxError):
                 raise result
         return [result for result in results if not isinstance(result, SandboxError)]
+
+    async def _compile_judge(self) -> None:
+        """Have the sandbox's interpreter compile the judge, which takes half of the time of a short
+        judgment."""
+        source = _JUDGE.read_bytes()
+        if source == self._compiled[0]:
+            return
+        result = await self._sandbox.run(
+            Program(
+                (PYTHON, "-I", "-c", _COMPILE),
+                files={_JUDGE.name: source},
+                wall_s=self._config.timeout_s,
+            )
+        )
+        succeeded = result.ended == "exit" and result.exit_code == 0
+        self._compiled = source, result.stdout if succeeded else b""
+
+    async def _judge(self, task: bytes, nonce: str) -> Result:
+        """Run the judge: its bytecode, or the source if that does not begin (the interpreters of a
+        service may differ in their version)."""
+        source, bytecode = self._compiled
+        for name, judge in ((_COMPILED, bytecode), (_JUDGE.name, source)):
+            if not judge:
+                continue
+            result = await self._sandbox.run(
+                Program(
+                    (PYTHON, "-I", name),
+                    stdin=task,
+                    files={name: judge},
+                    wall_s=self._config.timeout_s,
+                )
+            )
+            if nonce.encode() in result.stdout:
+                break
+            self._compiled = source, b""
+        return result
 
     async def _score(self, item: RewardInput) -> float:
         """Return the score of one response. Raises SampleError and SandboxError."""
@@ -131,13 +176,7 @@ class PythonCodeScorer:
             "test_s": self._config.test_timeout_s,
             "stop": self._config.score == "all",
         }
-        program = Program(
-            (PYTHON, "-I", _JUDGE.name),
-            stdin=json.dumps(task).encode(),
-            files={_JUDGE.name: _JUDGE.read_bytes()},
-            wall_s=self._config.timeout_s,
-        )
-        result = await self._sandbox.run(program)
+        result = await self._judge(json.dumps(task).encode(), nonce)
         verdict = self._verdict(item, result, nonce)
         self._counts["timeouts"] += verdict.timed_out
         share = verdict.passed / verdict.count

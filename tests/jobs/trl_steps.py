@@ -1,5 +1,6 @@
 """TRL's own trainers, made to take a few optimizer steps on a tiny model while everything that goes
-in and comes out is written down."""
+in and comes out is written down. TRL is imported when it is used: it imports vLLM, 2 s in every
+process that collects the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 
 ADAM: dict[str, Any] = {
     "lr": 1e-2,
@@ -21,8 +21,6 @@ ADAM: dict[str, Any] = {
 }
 """For both sides. The eps is large beside rounding, so that a gradient near 0 moves a weight by
 next to nothing instead of by the sign of its rounding error."""
-
-TRAINERS = {"dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}
 
 
 @dataclass
@@ -89,8 +87,11 @@ def preference_steps(  # house: ok what a step is made of
     **options: Any,
 ) -> Steps:
     """One step of TRL's ``dpo`` or ``kto`` trainer on all ``rows`` at once."""
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
     seen = Steps()
-    trainer_kind, config = TRAINERS[kind]
+    trainers = {"dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}
+    trainer_kind, config = trainers[kind]
     arguments = _arguments(folder, 1, len(rows)) | {"train_sampling_strategy": "sequential"}
     trainer = _watched(trainer_kind, seen)(
         model=copy.deepcopy(model),
@@ -117,6 +118,8 @@ def grpo_steps(  # house: ok what a step is made of
 
     The second step is off the policy that sampled: its ratios differ from 1, and some are clipped.
     """
+    from trl import GRPOConfig, GRPOTrainer
+
     seen, rewards = Steps(), {}
     path = folder / "model"
     model.save_pretrained(path)  # TRL loads the reference from where the policy came from

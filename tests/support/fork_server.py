@@ -53,10 +53,16 @@ PRELOADED = (
     "torch._dynamo",
     "grpc",
     "google.protobuf.descriptor_pb2",
+    "google.protobuf.json_format",
     "openai",
     "peft",
+    "pyarrow.json",
+    "pydantic.v1",
     "requests",
+    "starlette.datastructures",
+    "uvloop",
 )
+"""Ray itself is not among them: its library reads ``RAY_JOB_ID`` when it is loaded."""
 OTHER_PYTHON = b"exec\n"
 """Answer of the server: the request needs an interpreter with another environment."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import cache
 from typing import Any, NamedTuple, Optional
 
 from burnish.config.base import Node, OlderKeys, Section, switched_by
@@ -39,6 +40,7 @@ def move_older_keys(tree: Any, annotation: Any, path: str = "") -> Iterator[Move
             yield from move_older_keys(value, item, f"{path}{number}.")
 
 
+@cache
 def type_below(annotation: Any, key: str) -> Any:
     """Return the type of a key of a mapping of type ``annotation``, also of an older key; None if
     the key is unknown."""
@@ -49,7 +51,7 @@ def type_below(annotation: Any, key: str) -> Any:
         for older in cls.older_keys:
             name = older.keys[key][0] if key in older.keys else key
             if key in older.keys or key == older.switch:
-                section = cls.model_fields[older.section].annotation
+                section: Any = cls.model_fields[older.section].annotation
                 return Optional[type_below(section, name)]  # noqa: UP045 (built at run time)
     return value_of(annotation)
 

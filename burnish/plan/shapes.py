@@ -70,7 +70,7 @@ class Weight:
     is_table: bool = False
     """True for an embedding table."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
@@ -89,22 +89,22 @@ class FsdpUnit:
     adapters: tuple[Weight, ...] = ()
     """Parameters of adapters and of the copies of saved modules."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Number of entries of all base parameters."""
         return sum(weight.numel for weight in self.base)
 
-    @property
+    @functools.cached_property
     def trained(self) -> tuple[Weight, ...]:
         """The trained parameters."""
         return tuple(weight for weight in (*self.base, *self.adapters) if weight.trained)
 
-    @property
+    @functools.cached_property
     def num_trained(self) -> int:
         """Number of entries of the trained parameters."""
         return sum(weight.numel for weight in self.trained)
 
-    @property
+    @functools.cached_property
     def num_gathered(self) -> int:
         """Number of entries of all parameters."""
         return self.numel + sum(weight.numel for weight in self.adapters)
@@ -136,7 +136,7 @@ class ModelShape:
         """Number of entries of all LoRA adapters and of the copies of saved modules."""
         return sum(weight.numel for unit in self.units for weight in unit.adapters)
 
-    @property
+    @functools.cached_property
     def trained(self) -> int:
         """Number of entries that a run trains: those of adapters, saved modules and the head of a
         scalar model, or of all parameters."""

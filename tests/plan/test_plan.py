@@ -156,18 +156,24 @@ def test_every_number_of_the_table_has_its_calculation():
 RECIPES = sorted(set((ROOT / "recipes").glob("*.yaml")) - {ROOT / "recipes" / "tiny_score.yaml"})
 
 
+@pytest.fixture
+def no_suggestions(monkeypatch):
+    """Leave out the settings that would save time: they plan many changed recipes."""
+    monkeypatch.setattr(command, "faster", lambda *_, **__: [])
+
+
+@pytest.mark.usefixtures("no_suggestions")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_fits_without_options(recipe, monkeypatch, tmp_path):
-    """On the cluster of the recipe, and before the preceding recipe of a chain has run. Suggestions
-    are left out: they plan many changed recipes."""
+    """On the cluster of the recipe, and before the preceding recipe of a chain has run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "faster", lambda *_, **__: [])
     config = load_config(recipe)
     text, fits = plan_text(config, PlanOptions())
     assert fits and "samples/s" in text
     assert config.cluster.hardware is None or config.cluster.hardware.split("x")[-1] in text
 
 
+@pytest.mark.usefixtures("no_suggestions")
 def test_cluster_option_overrides_the_cluster_of_the_recipe():
     config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
     text, _ = plan_text(config, PlanOptions(cluster="RTX4090-24GB"))
@@ -208,6 +214,7 @@ def test_write_needs_fit_and_a_writable_file(tmp_path):
         plan_text(config, PlanOptions(fit=True, write=tmp_path))
 
 
+@pytest.mark.usefixtures("no_suggestions")
 def test_host_memory_and_network_options_apply_to_this_machine():
     config = load_config(ROOT / "recipes" / "smollm2_chain_sum_grpo.yaml")
     text, fits = plan_text(config, PlanOptions(host_gb=0.5))

@@ -165,7 +165,7 @@ def dump(tree: Any) -> str:
     options: dict[str, Any] = {"Dumper": _RecipeDumper, "sort_keys": False}
     text: str = yaml.dump(tree, allow_unicode=True, **options)
     # YAML folds some rare line breaks (U+0085, U+2028) even inside quotes: escape them then.
-    if yaml.load(text, Loader=RecipeLoader) != tree:
+    if not text.isascii() and yaml.load(text, Loader=RecipeLoader) != tree:
         text = yaml.dump(tree, allow_unicode=False, **options)
     return text
 

@@ -39,10 +39,13 @@ SCORES_AT = "scores_at"
 """Field of a config: ``end_token`` if the model was trained to score the end token of the last
 answer, as all exports of Burnish were. Other code passes the entire rendering of a conversation to
 a classifier, which scores its last token."""
-_HEAD_FIELDS = (
+_OLDER_MARKS = (
     "process_reward", "step_separator", "process_reward_stats",
-    "reward_mean", "reward_std", "reward_weights", SCORES_AT,
+    "reward_mean", "reward_std", "reward_weights",
 )  # fmt: skip
+"""Fields that Burnish alone writes, also in exports that are older than ``SCORES_AT``. Statistics
+of scores were measured at the end token, too."""
+_HEAD_FIELDS = (*_OLDER_MARKS, SCORES_AT)
 """Fields of Burnish in a config that describe a head. Those of transformers are ``problem_type``
 and the names of the outputs."""
 
@@ -108,7 +111,9 @@ def scores_last_token(metadata: Mapping[str, Any]) -> bool:
     """Return whether a model with these fields in its config scores the last token of a rendered
     conversation, and not the end token of its last answer. Both are the same with templates that
     write nothing behind it."""
-    is_exported = metadata.get(SCORES_AT) == "end_token"
+    if (place := metadata.get(SCORES_AT)) is not None:
+        return place != "end_token"
+    is_exported = any(metadata.get(field) is not None for field in _OLDER_MARKS)
     return not is_exported and metadata.get("architectures") != [OWN_CLASS]
 
 

@@ -138,11 +138,11 @@ def _to_last_token(encode: Encode, rows: RowEncoder) -> Encode:
     end, *behind = rows.end_of_answers()
     if not behind:
         return encode
-    log.info(
-        "reward %r: conversations are scored at the last token of their rendering (%r behind the "
-        "end token), because the config.json of its model does not say that it was trained at the "
-        'end token. If it was (by OpenRLHF, or by a Burnish without this field), write "%s": '
-        '"end_token" into it',
+    log.warning(
+        "reward %r: notice: conversations are scored at the last token of their rendering (%r "
+        "behind the end token), because the config.json of its model does not say that it was "
+        "trained at the end token. If it was (by OpenRLHF, or by an older version of Burnish), "
+        'write "%s": "end_token" into it',
         *(rows.name, rows.tokenizer.decode(behind), SCORES_AT),
     )
 

@@ -1,5 +1,5 @@
 # `make demo` and `make test` work in a fresh clone. They need Python 3.11+ with its headers, a C compiler
-# (for pycosat, a dependency of reasoning-gym without a wheel), and a package index.
+# (for pycosat, a dependency of reasoning-gym without a wheel), and a package index; the tests also bubblewrap and Chromium.
 #
 # On a machine with a GPU: `make install-cuda` first (docs/install.md). To use a torch that is already installed, create
 # .venv yourself (`python3 -m venv --system-site-packages .venv`) and disable the pins: `make demo CONSTRAINTS=`.

@@ -428,6 +428,7 @@ def plan(  # house: ok typer makes the options from the signature
 
 app.command()(cli_runs.runs)
 app.command()(cli_runs.compare)
+app.command()(cli_runs.watch)
 app.command("serve-reward")(cli_serve.serve_reward)
 app.command()(cli_serve.serve)
 app.command()(cli_serve.chat)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from burnish.cli_arguments import AllowedHost, ServerHost, ServerPort, ServerTokenEnv
+
 
 def runs(
     folder: Annotated[
@@ -48,3 +50,28 @@ def compare(
     if metric and not rows:
         raise RunFolderError(f"no run has a metric that matches {', '.join(metric)}")
     screen.print(metrics_table(loaded, rows))
+
+
+def watch(  # house: ok typer makes the options from the signature
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A folder with runs, or a run.")
+    ] = Path("runs"),
+    host: ServerHost = "127.0.0.1",
+    port: ServerPort = 8600,
+    allowed_host: AllowedHost = None,
+    token_env: ServerTokenEnv = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Show the runs in the terminal, without a server.")
+    ] = False,
+) -> None:
+    """Show runs in the browser, live: curves, samples, tokens, time."""
+    if text:
+        from burnish.runs.follow import follow
+
+        follow(folder)
+        return
+    from burnish.serve.base import ListenOptions
+    from burnish.watch.server import watch
+
+    hosts = tuple(allowed_host or ())
+    watch(folder, ListenOptions(host, port, allowed_hosts=hosts, token_env=token_env))

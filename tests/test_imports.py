@@ -100,6 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": BASE,
     "runs": BASE | {"observe"},
     "report": BASE | {"observe", "runs"},
+    "watch": BASE | {"observe", "runs", "report", "serve"},
     "train": BASE | {"models", "checkpoint", "distributed", "optimizers"},
     "data": BASE | {"environments"},
     "checkpoint": BASE | {"models"},

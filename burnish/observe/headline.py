@@ -44,6 +44,9 @@ _HEADLINES = (
     Headline("train/loss", "Training loss", unless=("reward/mean", "eval/pass@1")),
 )
 
+HEADLINES = tuple(headline.metric for headline in _HEADLINES)
+"""Metrics that summarize runs, the most important one first."""
+
 
 def headlines(metrics: Collection[str]) -> list[Headline]:
     """Return the headlines among the metrics of a run, the most important one first."""

@@ -46,22 +46,25 @@ def build_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     path = run_dir / REPORT_FILE
     _check_folder(run_dir)
-    run = Run(run_dir)
     try:
-        page = page_of(run)
+        write_text(path, report_html(Run(run_dir)))
     except RunFolderError as error:
         raise ReportError(str(error)) from error
-    text = _template().render(
+    return path
+
+
+def report_html(run: Run) -> str:
+    """Return the report of a run. Raises RunFolderError if its recipe or metrics cannot be read."""
+    page = page_of(run)
+    return _template().render(
         page=page,
         state="" if page.state.kind == "running" else page.state.kind,  # it is out of date soon
-        samples=embed_samples(run_dir),
+        samples=embed_samples(run.folder),
         marks=json.dumps([{"x": r.step, "label": "resumed"} for r in page.resumes]),
         styles=f"{_asset('uPlot.min.css')}\n{_asset('page.css')}",
         scripts=[f"/*\n{_asset('uPlot.LICENSE')}*/", *map(_asset, SCRIPTS)],
         nonce=secrets.token_urlsafe(16),
     )
-    write_text(path, text)
-    return path
 
 
 def _check_folder(run_dir: Path) -> None:

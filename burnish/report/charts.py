@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,7 +44,7 @@ class ChartData:
 
 @dataclass(frozen=True)
 class Constant:
-    """A chart as text, because its lines never change or are those of another chart.
+    """A chart whose lines never change, as text.
 
     >>> curve = Curve([1, 2, 3], [1e-5] * 3)
     >>> constant_of(chart_data(Chart("", "Learning rate", "", ("train/lr",)), {"train/lr": curve}))
@@ -97,36 +97,6 @@ def constant_of(chart: ChartData) -> Constant | None:
     steps = len(chart.x)
     note = f"at step {chart.x[0]:,}" if steps == 1 else f"over {steps:,} steps"
     return Constant(chart.title, chart.unit, value, note)
-
-
-def drawn_and_stated(
-    charts: Iterable[ChartData], earlier: Sequence[ChartData] = ()
-) -> tuple[list[ChartData], list[Constant]]:
-    """Return the charts to draw, and the others as text: those whose lines never change, and those
-    of one line that equals the line of a chart before it or in ``earlier``."""
-    drawn: list[ChartData] = []
-    stated: list[Constant] = []
-    for chart in charts:
-        constant = constant_of(chart)
-        same = next((c for c in (*earlier, *drawn) if _are_equal(c, chart)), None)
-        if constant is None and same is not None:
-            constant = Constant(chart.title, chart.unit, f"equal to {same.title}", "at all steps")
-        if constant is None:
-            drawn.append(chart)
-        else:
-            stated.append(constant)
-    return drawn, stated
-
-
-def _are_equal(first: ChartData, second: ChartData) -> bool:
-    """Return whether two charts of one line have the same values, up to the rounding of float32."""
-    if first.x != second.x or not len(first.lines) == len(second.lines) == 1:
-        return False
-    pairs = zip(first.lines[0].values, second.lines[0].values, strict=True)
-    return all(
-        a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-5))
-        for a, b in pairs
-    )
 
 
 def thin(curve: Curve, limit: int = MAX_POINTS) -> tuple[Curve, int]:

@@ -22,7 +22,7 @@ from burnish.report.charts import (
     ChartData,
     Constant,
     chart_data,
-    drawn_and_stated,
+    constant_of,
     smooth,
     thin,
 )
@@ -58,8 +58,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading of the page and the charts below it. Those that need no lines are in
-    ``constants``."""
+    """A heading of the page and the charts below it. Charts whose lines never change are in
+    ``constants`` instead."""
 
     title: str
     anchor: str
@@ -123,16 +123,15 @@ def page_of(run: Run) -> RunPage:
 
 def _sections(curves: Mapping[str, Curve]) -> list[Section]:
     drawn = [n for n, c in curves.items() if n not in OMITTED_IF_ZERO or any(c.values)]
-    sections: list[Section] = []
+    sections = []
     for title, group in groupby(arrange(drawn), key=lambda chart: chart.section):
-        earlier = [chart for section in sections for chart in section.charts]
-        charts, constants = drawn_and_stated((chart_data(c, curves) for c in group), earlier)
+        charts = [(chart, constant_of(chart)) for chart in (chart_data(c, curves) for c in group)]
         sections.append(
             Section(
                 title=title,
                 anchor=title.lower().replace(" ", "-"),
-                charts=tuple(charts),
-                constants=tuple(constants),
+                charts=tuple(chart for chart, constant in charts if constant is None),
+                constants=tuple(constant for _, constant in charts if constant is not None),
                 folded=title == MORE,
             )
         )

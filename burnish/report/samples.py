@@ -99,6 +99,18 @@ def embed_samples(
     )
 
 
+def sample_entry(row: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return a row of a sample file as ``BurnishSamples.conversation`` (samples.js) takes it. Long
+    episodes and messages are shortened in the middle."""
+    shared = _Shared()
+    entry = _entry(row, shared, step, counts=Counter())
+    entry["prompt"] = list(shared.prompts)[entry["prompt"]]
+    episode = entry.get("episode")
+    if episode is not None:
+        entry["opening"] = json.loads(list(shared.openings)[episode["opening"]])
+    return entry
+
+
 class _Shared:
     """Texts that several samples have, each embedded once."""
 

@@ -35,10 +35,13 @@ def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     finite value."""
     curves: dict[str, Curve] = {}
     for line in lines:
+        step = int(line["step"])
         for name, value in line.items():
             if name in ("step", "time") or not is_finite(value):
                 continue
-            curve = curves.setdefault(name, Curve([], []))
-            curve.steps.append(int(line["step"]))
+            curve = curves.get(name)
+            if curve is None:
+                curve = curves[name] = Curve([], [])
+            curve.steps.append(step)
             curve.values.append(float(value))
     return curves

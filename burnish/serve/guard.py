@@ -8,6 +8,7 @@ Every HTTP server of this package has a :class:`RequestGuard`. Reading order: th
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import hmac
 import ipaddress
@@ -116,12 +117,20 @@ class RequestGuard:
             "address, or start it with --allowed-host NAME",
         )
 
-    def check_token(self, request: Request) -> None:
-        """Raise HTTPException 401 if the token is missing or wrong. Compares in constant time."""
-        if self._token is None:
-            return
-        header = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(header, b"Bearer " + self._token):
+    def is_token(self, text: str) -> bool:
+        """Return whether ``text`` is the token, if there is one. Compares in constant time."""
+        return self._token is None or hmac.compare_digest(
+            text.encode("utf-8", "replace"), self._token
+        )
+
+    def check_token(self, request: Request, *, cookie: str | None = None) -> None:
+        """Raise HTTPException 401 if the token is missing or wrong. It is a header, or the cookie
+        of this name."""
+        header = request.headers.get("authorization", "")
+        given = header.removeprefix("Bearer ") if header.startswith("Bearer ") else ""
+        if cookie is not None and not given:
+            given = request.cookies.get(cookie, "")
+        if not self.is_token(given):
             raise HTTPException(
                 401,
                 "the header 'Authorization: Bearer TOKEN' is missing or has another token",
@@ -316,7 +325,7 @@ def listener(host: str, port: int, *, token: str | None) -> socket.socket:
     if not local and token is None:
         raise ServeError(
             f"host={host!r} can be reached from other machines, but there is no token, so anyone "
-            "could use the model; put a secret into an environment variable and name it with "
+            "could use the server; put a secret into an environment variable and name it with "
             "--token-env, or omit --host to listen on 127.0.0.1 only"
         )
     if not local:
@@ -329,7 +338,8 @@ def listener(host: str, port: int, *, token: str | None) -> socket.socket:
         listening.listen()  # without this a second server could bind to the same port
     except OSError as error:
         listening.close()
-        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        way_out = "; choose another port (0: a free one)" if error.errno == errno.EADDRINUSE else ""
+        raise ServeError(f"cannot listen on {host}:{port}: {error.strerror}{way_out}") from error
     return listening
 
 

@@ -4,13 +4,13 @@ without scripts every number can be read."""
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from chromium import chromium
 from report_page import HOSTILE
 
 from burnish.observe.metrics import MetricsLog
@@ -20,17 +20,11 @@ from burnish.report.build import build_report
 from burnish.report.number_text import format_number
 from burnish.types import Group, Prompt, Sample
 
-api = pytest.importorskip("playwright.sync_api")
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import doctest
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from burnish.observe.metrics import MetricsLog
 from burnish.report import charts, number_text
 from burnish.report.build import build_report
 from burnish.report.catalog import ROLLOUT, UPDATE, Chart, arrange
-from burnish.report.charts import (
-    MAX_POINTS,
-    ChartData,
-    chart_data,
-    constant_of,
-    drawn_and_stated,
-    step_points,
-)
+from burnish.report.charts import MAX_POINTS, ChartData, chart_data, constant_of, step_points
 from burnish.runs.curves import Curve
 
 SCALE = Chart(UPDATE, "Loss scale", "log scale", ("train/loss_scale",), log=True)
@@ -47,18 +39,6 @@ def test_lines_that_never_change_are_a_text() -> None:
     fixed = constant_of(_chart("fraction", a={4: 0.5}, b={4: 0.0}))
     assert fixed is not None and (fixed.value, fixed.note) == ("a 50%, b 0%", "at step 4")
     assert constant_of(_chart(a={1: 1.0, 2: 1.0}, b={1: 1.0, 2: 1.1})) is None
-
-
-def test_a_chart_with_the_values_of_an_earlier_one_is_a_text() -> None:
-    """Of one line; the second of three differs at one step, the third by the rounding of floats."""
-    values = ({1: 0.5, 2: 1.0}, {1: 0.5, 2: 1.1}, {1: 0.5, 2: 1.0 + 1e-7})
-    charts = [
-        replace(_chart(a=line), title=title) for line, title in zip(values, "ABC", strict=True)
-    ]
-    drawn, stated = drawn_and_stated([*charts, _chart(a={1: 2.0})])
-    assert [chart.title for chart in drawn] == ["A", "B"]
-    assert [(c.title, c.value) for c in stated] == [("C", "equal to A"), ("A chart", "2")]
-    assert [c.value for c in drawn_and_stated(charts[2:], drawn)[1]] == ["equal to A"]
 
 
 def test_a_long_loss_scale_is_never_averaged() -> None:

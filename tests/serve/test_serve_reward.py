@@ -399,7 +399,7 @@ def test_a_server_with_a_token_answers_only_to_it(serving: Serving) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_an_address_that_others_can_reach_needs_a_token(host: str) -> None:
-    with pytest.raises(ServeError, match="there is no token, so anyone could use the model"):
+    with pytest.raises(ServeError, match="there is no token, so anyone could use the server"):
         listen(host, 0, token=None)
 
 

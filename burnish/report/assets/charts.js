@@ -270,9 +270,12 @@ globalThis.BurnishCharts = (() => {
       };
       plot = new uPlot(options(chart, series, area.clientWidth, hooks, sync), data, area);
       plot.over.addEventListener("pointerdown", (event) => { downAt = event.clientX; });
-      plot.over.addEventListener("click", (event) => {
+      // (uPlot swallows clicks beside a point, because the cursor snaps to it between down and up.)
+      plot.over.addEventListener("pointerup", (event) => {
         const moved = Math.abs(event.clientX - downAt) > 4; // a zoom
-        if (onPoint && !moved && plot.cursor.idx !== null) onPoint(chart.x[plot.cursor.idx]);
+        if (!onPoint || moved || event.button !== 0 || plot.cursor.idx === null) return;
+        const x = chart.x[plot.cursor.idx];
+        setTimeout(() => onPoint(x)); // after uPlot's own handlers
       });
     }
 

@@ -1,0 +1,67 @@
+"""Lanes of time: when each role of a run worked, from its ``timeline.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from burnish.observe.files import TIMELINE_FILE
+from burnish.runs.folder import RunFolderError
+from burnish.small_files import UnreadableFileError, read_small
+
+_MAX_SPANS = 50_000
+
+
+def lanes_of(folder: Path) -> dict[str, Any] | None:
+    """Return ``{"lanes": [{"name", "busy_s", "spans": [[start, seconds], ...]}], "seconds",
+    "note"}`` of a run; None if it has no timeline yet.
+
+    A lane is a role (rollout, train, ...) in a thread: the spans of one name that are not inside of
+    another span of the thread. Times are in seconds since the start. Raises RunFolderError if the
+    file is damaged.
+    """
+    path = folder / TIMELINE_FILE
+    if not path.is_file():
+        return None
+    try:
+        tree = json.loads(read_small(path))
+        events = [event for event in tree["traceEvents"] if event.get("ph") == "X"]
+        spans = [
+            (int(event["tid"]), float(event["ts"]), float(event["dur"]), str(event["name"]))
+            for event in events[-_MAX_SPANS:]
+        ]
+        threads = {
+            int(event["tid"]): str(event["args"]["name"])
+            for event in tree["traceEvents"]
+            if event.get("ph") == "M"
+        }
+        note = str(tree.get("otherData", {}).get("note", ""))
+    except UnreadableFileError as error:
+        raise RunFolderError(str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunFolderError(f"{path} is not a timeline ({error}); remove it") from error
+    lanes: dict[tuple[int, str], list[list[float]]] = {}
+    ends: dict[int, float] = {}
+    for thread, start, length, name in sorted(spans, key=lambda span: (span[1], -span[2])):
+        if start + length > ends.get(thread, 0.0) or thread not in ends:
+            ends[thread] = start + length
+            part = [round(start / 1e6, 6), round(length / 1e6, 6)]
+            lanes.setdefault((thread, name), []).append(part)
+    return {
+        "lanes": [_lane(name, thread, parts, threads) for (thread, name), parts in lanes.items()],
+        "seconds": max((ends_at for ends_at in ends.values()), default=0.0) / 1e6,
+        "note": note,
+    }
+
+
+def _lane(
+    name: str, thread: int, parts: list[list[float]], threads: Mapping[int, str]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "thread": threads.get(thread, str(thread)),
+        "busy_s": sum(length for _, length in parts),
+        "spans": parts,
+    }

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from burnish.observe.metrics import MetricsLog
+from burnish.observe.resumes import record_resume
 from burnish.serve.guard import listener, make_server
 from burnish.serve.running import address_of
 from burnish.watch.app import WatchApp
@@ -59,6 +60,7 @@ def write_run(
     line = {"role": "all", "phase": "train", "ranks": [0], "planned": None, "allocated": None}
     line |= {"reserved": None, "host_planned": 2e9, "host": 1e9}
     (folder / "memory.json").write_text(json.dumps({"lines": [line]}))
+    record_resume(folder, num_steps // 2, {"train.lr": "was 0.1, now <b>0.2</b>"})
     return folder
 
 

@@ -131,6 +131,12 @@ def test_tokens_are_colored_and_read_with_the_keys(page, served):
     page.wait_for_selector("text=120 samples; 60 of 60 files")
 
 
+def test_what_a_resume_changed_is_in_the_recipe(page, served):
+    open_view(page, served, VIEWS["recipe"])
+    shown = page.locator("main").inner_text()
+    assert "Resumed after step 30 with" in shown and "train.lr was 0.1, now <b>0.2</b>" in shown
+
+
 def test_a_click_on_a_point_opens_its_step(page, served):
     open_view(page, served, VIEWS["curves"])
     plot = page.locator("figure:has-text('Mean reward') .u-over").first

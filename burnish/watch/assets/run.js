@@ -72,8 +72,10 @@
       if (state.signature !== signature) build(state, page);
       state.signature = signature;
       fillTiles(state.tiles, page);
+      const marks = page.resumes.map((resume) => ({ x: resume.step, label: "resumed" }));
       for (const section of page.sections) {
         for (const chart of section.charts) {
+          chart.marks = marks;
           const known = state.charts.get(`${section.title}/${chart.title}`);
           if (known.handle) known.handle.update(chart);
           known.chart = chart;
@@ -100,7 +102,8 @@
       state.body.replaceChildren(make("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Memory by phase" }, make("table", { class: "grid" }, make("thead", {}, make("tr", {}, ["Process", "Phase", ...heads].map((head, i) => make("th", { scope: "col", class: i > 1 ? "num" : null }, head)))), make("tbody", {}, lines))), make("p", { class: "hint" }, note));
     },
     recipe(state, page) {
-      state.body.replaceChildren(page.recipe ? make("pre", { class: "card", tabindex: "0", "aria-label": "Recipe" }, page.recipe) : make("p", { class: "none" }, "The folder has no recipe."));
+      const changes = page.resumes.filter((resume) => Object.keys(resume.changes).length).map((resume) => make("li", {}, make("b", {}, `Resumed after step ${number(resume.step)} with`), make("ul", {}, Object.entries(resume.changes).map(([key, change]) => make("li", {}, make("code", {}, key), ` ${change}`)))));
+      state.body.replaceChildren(changes.length ? make("ul", { class: "card warnings" }, changes) : "", page.recipe ? make("pre", { class: "card", tabindex: "0", "aria-label": "Recipe" }, page.recipe) : make("p", { class: "none" }, "The folder has no recipe."));
     },
     warnings(state, page) {
       const lines = page.warnings.map((warning) => make("li", {}, make("pre", {}, warning.text), warning.count > 1 ? make("span", { class: "muted" }, `${number(warning.count)} times`) : null));

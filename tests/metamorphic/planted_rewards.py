@@ -105,7 +105,7 @@ def short_names_are_products(patch: Patch) -> None:
 
 def every_classifier_is_an_export(patch: Patch) -> None:
     """Rows end at the end token of the answer."""
-    patch.setattr(rows, "_to_last_token", lambda encode, _: encode)
+    patch.setattr(rows, "_to_last_token", lambda encode, *_: encode)
 
 
 PLANTED = {

@@ -472,8 +472,8 @@ def model_rewards_read_trained_rows(draw: Draw) -> None:
 @relation
 def published_classifiers_read_the_rendering(draw: Draw) -> None:
     """A classifier of others reads an answer as the tokens of the rendered conversation: the row
-    of an exported model, and what the template writes behind it. Nothing is behind a cut answer,
-    and behind plain text. Exact."""
+    of an exported model, and what the template writes behind it, up to the last token that is no
+    pad token. Nothing is behind a cut answer, and behind plain text. Exact."""
     policy = tokenizer_of(draw)
     reward = _reward_tokenizer(draw, policy)
     chat = draw.one(chat=[True, True, True, False])
@@ -486,17 +486,19 @@ def published_classifiers_read_the_rendering(draw: Draw) -> None:
     config = ResponseDataConfig(sources=(path,))  # type: ignore[arg-type]
     (source,) = open_rows(config)
     given = ResponseEncoder(config, policy).encode(source[0], RowRef("rows", 0, 0))
+    pad_id = draw.one(pad_id=[None, None, reward.eos_token_id])
     draw.note(prompt=prompt, text=text, tools=tools)
     item = RewardInput(given.group.prompt, given.group.samples[0])
     exported, published = (
         [*head, *response]
         for head, response in (
-            rows.reward_encoder(reward, policy, "rm", to_last_token=last)(item)
+            rows.reward_encoder(reward, policy, "rm", to_last_token=last, pad_id=pad_id)(item)
             for last in (False, True)
         )
     )
     if cut or not chat:
-        equal(published, exported, "tokens without anything behind them")
+        expected = _without_end(exported, pad_id)
+        equal(published, expected, "tokens without anything behind them")
         return
     messages = [*as_messages(prompt), {"role": "assistant", "content": text}]
     rendered = render_text(reward, messages, add_generation_prompt=False, tools=tools)
@@ -505,7 +507,13 @@ def published_classifiers_read_the_rendering(draw: Draw) -> None:
         raise Refused("an unknown character is a special token")
     if complete[: len(exported)] != exported:
         raise Refused("the answer is not tokenized with its prompt")
-    equal(published, complete, "tokens of the rendering")
+    equal(published, _without_end(complete, pad_id), "tokens of the rendering")
+
+
+def _without_end(ids: list[int], pad_id: int | None) -> list[int]:
+    while len(ids) > 1 and ids[-1] == pad_id:
+        ids = ids[:-1]
+    return ids
 
 
 def _rejected(config: PreferenceDataConfig, tokenizer: Tok) -> list[int]:

@@ -25,7 +25,7 @@ from burnish.data.chat import encode_prompt
 from burnish.data.pieces import encode_piece
 from burnish.models.scalar_model import reset_head, scores_last_token
 from burnish.models.value_head import load_scalar_model
-from burnish.rewards.base import RewardInput
+from burnish.rewards.base import Reward, RewardInput
 from burnish.rewards.model.config import ModelReward
 from burnish.rewards.model.reward import load_model_reward
 from burnish.rewards.model.rows import Encode, reward_encoder
@@ -101,6 +101,74 @@ def test_a_tokenizer_without_a_template_reads_text(caplog: pytest.LogCaptureFixt
     item = item_of(policy, ASKED)
     whole, short = (reward_encoder(bare, policy, "rm", to_last_token=b) for b in (True, False))
     assert ids_of(whole, item) == ids_of(short, item)
+
+
+def classifier(folder: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any) -> Reward:
+    """Return the reward model of a random classifier, which is saved in ``folder``."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 1, num_attention_heads=2, num_labels=1, **sizes, **fields
+    )
+    model = LlamaForSequenceClassification(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim > 1 else 1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return load_model_reward(
+        ModelReward(model=ModelConfig(path=str(folder))),
+        published_tokenizer("chatml"),
+        lambda spec: TorchTrainEngine(load_scalar_model(spec.role.model), spec),
+    )
+
+
+def of_transformers(folder: Path, ids: list[int]) -> float:
+    judge = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return float(judge(input_ids=torch.tensor([ids])).logits[0, 0])
+
+
+def phi3() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose template writes the end-of-sequence token behind the end of the
+    answer and a line break."""
+    tokenizer = byte_bpe(("<|end|>", "<|user|>", "<|assistant|>"), eos="<|endoftext|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}"
+        "{% endfor %}{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("pads", ["eos", "another"])
+@pytest.mark.parametrize("family", [*sorted(set(PUBLISHED) - {"deepseek_r1", "qwq"}), "phi3"])
+def test_the_last_token_that_is_no_pad_token_is_scored(
+    family: str, pads: str, tmp_path: Path
+) -> None:
+    """transformers' classifiers score it. TRL pads with the end token if there is no pad token."""
+    tokenizer = phi3() if family == "phi3" else published_tokenizer(family)
+    pad_id = int(tokenizer.eos_token_id) if pads == "eos" else len(tokenizer)
+    reward = classifier(tmp_path, tokenizer, pad_token_id=pad_id)
+    policy = published_tokenizer("chatml")
+    rendered: Any = tokenizer.apply_chat_template(
+        [*ASKED, {"role": "assistant", "content": ANSWER}], tokenize=False
+    )
+    conversation: Any = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    plain = item_of(policy, "What is ab?")
+    text = ids_of(reward_encoder(tokenizer, policy, "rm"), plain)
+    expected = [of_transformers(tmp_path, ids) for ids in (conversation, text)]
+    assert reward.score([item_of(policy, ASKED), plain]) == pytest.approx(
+        expected, abs=1e-5
+    )  # fp32, another order
+
+
+def test_a_row_of_pad_tokens_keeps_one(tmp_path: Path) -> None:
+    tokenizer = published_tokenizer("chatml")
+    end = int(tokenizer.eos_token_id)
+    encode = reward_encoder(tokenizer, tokenizer, "rm", to_last_token=True, pad_id=end)
+    sample = Sample("s", "p", 0, (end,), (end,), (0.0,), (True,), (0,), "", "stop")
+    item = RewardInput(Prompt("p", (end,), tokenizer.eos_token), sample)
+    assert ids_of(encode, item) == [end]
 
 
 def test_the_config_of_a_classifier_decides(tmp_path: Path) -> None:

@@ -254,7 +254,9 @@ def test_token_ids_of_a_policy_are_scored_only_if_the_models_rows_have_its_form(
     changes: dict[str, Any], read_as_sampled: bool, own: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     own.save_pretrained(tmp_path)
-    LlamaConfig(vocab_size=64, hidden_size=8, num_attention_heads=1).save_pretrained(tmp_path)
+    config = LlamaConfig(vocab_size=64, hidden_size=8, num_attention_heads=1)
+    config.update({"scores_at": "end_token"})
+    config.save_pretrained(tmp_path)
     if not changes.get("add_bos", True):
         own.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
     for name, value in changes.items():

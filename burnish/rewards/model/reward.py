@@ -192,6 +192,7 @@ def load_model_reward(
         name,
         step_separator=separator,
         to_last_token=scores_last_token(metadata),
+        pad_id=_pad_id(config.model),
     )
     limit = num_positions(config.model)
     reward = ModelScorer(name, make_engine(spec), encode, scale, max_len=limit)
@@ -204,6 +205,16 @@ def metadata_of(model: ModelConfig) -> dict[str, Any]:
     """Return the export metadata in the model's own config; empty if it cannot be read."""
     model_config = hf_config(model)
     return {} if model_config is None else model_config.to_dict()
+
+
+def _pad_id(model: ModelConfig) -> int | None:
+    """Return the pad token in the model's own config. transformers' classifiers score the last
+    token that is another one, whatever the tokenizer's pad token is."""
+    model_config = hf_config(model)
+    if model_config is None:
+        return None
+    pad_id: int | None = model_config.get_text_config().to_dict().get("pad_token_id")
+    return pad_id
 
 
 def _check_steps(config: ModelReward, metadata: Mapping[str, Any]) -> None:

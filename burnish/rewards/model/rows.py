@@ -115,12 +115,14 @@ def reward_encoder(
     *,
     step_separator: str | None = None,
     to_last_token: bool = False,
+    pad_id: int | None = None,
 ) -> Encode:
     """Return the encoder of a reward model for the responses of a policy. Raises RewardError if the
     reward model's template cannot write an answer. ``name``: as in
     :class:`RowEncoder`. ``step_separator``: that of a process reward model; responses keep it if it
     is a special token of the policy. ``to_last_token``: rows of conversations go to the last token
-    of their rendering; otherwise they end with the end token of the answer."""
+    of their rendering that is not ``pad_id``; otherwise they end with the end token of the answer.
+    """
     text_of = partial(_with_first_space, policy_tokenizer)
     if step_separator and tokens_within(policy_tokenizer, step_separator):
         text_of = partial(_with_separators, policy_tokenizer, step_separator)
@@ -129,15 +131,35 @@ def reward_encoder(
     rows.check()
     same = same_tokens(reward_tokenizer, policy_tokenizer)
     encode: Encode = SampledRows(rows) if same else rows
-    return _to_last_token(encode, rows) if to_last_token and not continues else encode
+    return _to_last_token(encode, rows, pad_id) if to_last_token and not continues else encode
 
 
-def _to_last_token(encode: Encode, rows: RowEncoder) -> Encode:
+def _to_last_token(encode: Encode, rows: RowEncoder, pad_id: int | None) -> Encode:
     """Return ``encode`` with the tokens that the template of ``rows`` writes behind the end token
-    of an answer; ``encode`` itself if it writes none. Plain text and cut answers have none."""
+    of an answer, up to the last token that is not ``pad_id``, as transformers' classifiers score
+    it. Plain text and cut answers have none behind them."""
     end, *behind = rows.end_of_answers()
-    if not behind:
-        return encode
+    if behind:
+        _notice_of_end(rows, behind)
+
+    def encode_to_last_token(item: RewardInput) -> Pair:
+        prompt, response = encode(item)
+        is_conversation = _answer_of(item).messages is not None
+        if is_conversation and list(response[-1:]) == [end]:
+            response = [*response, *behind]
+        return _without_padding(prompt, response, pad_id)
+
+    return encode_to_last_token
+
+
+def _without_padding(prompt: Sequence[int], response: Sequence[int], pad_id: int | None) -> Pair:
+    """Return a row without the tokens ``pad_id`` at its end. At least one token remains."""
+    row = [*prompt, *response]
+    length = max((i + 1 for i, token in enumerate(row) if token != pad_id), default=1)
+    return row[: min(len(prompt), length)], row[len(prompt) : length]
+
+
+def _notice_of_end(rows: RowEncoder, behind: list[int]) -> None:
     log.warning(
         "reward %r: notice: conversations are scored at the last token of their rendering (%r "
         "behind the end token), because the config.json of its model does not say that it was "
@@ -145,14 +167,6 @@ def _to_last_token(encode: Encode, rows: RowEncoder) -> Encode:
         'write "%s": "end_token" into it',
         *(rows.name, rows.tokenizer.decode(behind), SCORES_AT),
     )
-
-    def encode_to_last_token(item: RewardInput) -> Pair:
-        prompt, response = encode(item)
-        is_conversation = _answer_of(item).messages is not None
-        ended = is_conversation and list(response[-1:]) == [end]
-        return prompt, [*response, *behind] if ended else response
-
-    return encode_to_last_token
 
 
 def _with_first_space(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:

@@ -471,11 +471,14 @@ def model_rewards_read_trained_rows(draw: Draw) -> None:
 
 @relation
 def published_classifiers_read_the_rendering(draw: Draw) -> None:
-    """A classifier of others reads an answer as the tokens of the rendered conversation: the row
-    of an exported model, and what the template writes behind it, up to the last token that is no
-    pad token. Nothing is behind a cut answer, and behind plain text. Exact."""
+    """A classifier of others reads an answer as the tokens of the rendered conversation, up to the
+    last token that is no pad token, whatever the prompt of the answer opens. Plain text and a cut
+    answer are the row of an exported model. Exact."""
     policy = tokenizer_of(draw)
     reward = _reward_tokenizer(draw, policy)
+    opens = draw.one(opens=["", "", "<think>\n", "<think></think>"])
+    generation = "{% if add_generation_prompt %}" + opens + "{% endif %}"
+    reward.chat_template = f"{reward.chat_template}{generation if opens else ''}"
     chat = draw.one(chat=[True, True, True, False])
     prompt = conversation_of(draw, answered=False) if chat else f"Q: {text_of(draw)}"
     text = text_of(draw, plain=draw.rng.random() < 0.5)
@@ -505,8 +508,8 @@ def published_classifiers_read_the_rendering(draw: Draw) -> None:
     complete = encode_piece(reward, rendered)
     if reward.unk_token_id in exported:
         raise Refused("an unknown character is a special token")
-    if complete[: len(exported)] != exported:
-        raise Refused("the answer is not tokenized with its prompt")
+    if opens.endswith("\n") and "</think>" in text:
+        raise Refused("the answer closes a block, whose beginning is rendered with it")
     equal(published, _without_end(complete, pad_id), "tokens of the rendering")
 
 

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 from chat_families import byte_bpe
-from chat_templates import PUBLISHED, published_tokenizer
+from chat_templates import (
+    PUBLISHED,
+    REASONING_FORMS,
+    published_tokenizer,
+    reasoning_tokenizer,
+)
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -73,12 +78,59 @@ def test_a_published_classifier_reads_what_apply_chat_template_returns(
     )
     expected = reward(rendered, add_special_tokens=False)["input_ids"]
     ids, begin = ids_of(whole, item), ids_of(short, item)
-    if family not in ("deepseek_r1", "qwq"):  # their prompts open reasoning, which they drop here
-        assert ids == expected
+    assert ids == expected
+    if family in ("deepseek_r1", "qwq"):
+        return  # their prompts open reasoning, which the rendering does not have
     assert ids[: len(begin)] == begin
     behind = reward.decode(ids[len(begin) :])
     newlines = ("chatml", "smollm2", "qwen3", "qwq", "gemma")
     assert behind == ("\n" if family in newlines else ""), family
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "I add.\n</think>\n\n7", "<think>\nI add.\n</think>\n\n7", ""]
+)
+@pytest.mark.parametrize("same", [True, False], ids=["policy's tokens", "other tokens"])
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("form", REASONING_FORMS)
+def test_reasoning_is_read_as_the_template_renders_it(
+    form: str, thinking: bool, same: bool, text: str
+) -> None:
+    """Behind a prompt that opens reasoning, an answer begins with the tag of it, unless the
+    template writes the tag itself."""
+    reward = reasoning_tokenizer(form, thinking=thinking)
+    policy = reasoning_tokenizer(form, thinking=thinking) if same else published_tokenizer("chatml")
+    prompt, _ = encode_prompt(reward, ASKED)
+    whole = reward_encoder(reward, policy, "rm", to_last_token=True)
+
+    def rendered(content: str) -> Any:
+        answer = {"role": "assistant", "content": content}
+        return reward.apply_chat_template([*ASKED, answer], tokenize=False)
+
+    expected = rendered(text)
+    opens = prompt.endswith("<think>\n") and text.startswith("I add")
+    if opens and not expected.startswith(prompt):
+        expected = rendered(f"<think>\n{text}")
+    ids = ids_of(whole, item_of(policy, ASKED, text))
+    assert ids == reward(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_a_conversation_that_cannot_be_rendered_follows_its_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = published_tokenizer("chatml")
+    tokenizer.chat_template += (
+        "{% if messages[-1].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+    )
+    whole, short = (
+        reward_encoder(tokenizer, tokenizer, "rm", to_last_token=last) for last in (True, False)
+    )
+    caplog.clear()
+    item = item_of(tokenizer, ASKED, "no")
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    assert ids_of(whole, item) == [*ids_of(short, item), *newline]
+    ids_of(whole, item)
+    assert sum("cannot render" in message for message in caplog.messages) == 1
 
 
 def test_plain_text_and_answers_that_were_cut_have_nothing_behind_them(
@@ -141,7 +193,7 @@ def phi3() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("pads", ["eos", "another"])
-@pytest.mark.parametrize("family", [*sorted(set(PUBLISHED) - {"deepseek_r1", "qwq"}), "phi3"])
+@pytest.mark.parametrize("family", [*sorted(PUBLISHED), "phi3"])
 def test_the_last_token_that_is_no_pad_token_is_scored(
     family: str, pads: str, tmp_path: Path
 ) -> None:

@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from burnish.chat_message import REASONING, with_cut_end
+from burnish.chat_message import REASONING, with_cut_end, without_flags
 from burnish.data.chat import encode_completion, encode_conversation, encode_prompt, end_texts
 from burnish.data.decoding import response_text, tokens_within
 from burnish.data.left_out import Field, renders_tools
+from burnish.data.messages import as_messages, as_rendered
 from burnish.data.pieces import encode_piece
-from burnish.data.rendering import Tools, habits_of, render_text, tags_of
+from burnish.data.rendering import Tools, habits_of, render_text, tags_of, with_reasoning_once
 from burnish.data.sources import DataError
 from burnish.data.thoughts import without_channels
 from burnish.models.scalar_model import SCORES_AT
-from burnish.reasoning_tags import REASONING_TAGS, THINK
+from burnish.reasoning_tags import REASONING_TAGS, THINK, Tags
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
 from burnish.special_tokens import special_tokens
@@ -135,17 +136,20 @@ def reward_encoder(
 
 
 def _to_last_token(encode: Encode, rows: RowEncoder, pad_id: int | None) -> Encode:
-    """Return ``encode`` with the tokens that the template of ``rows`` writes behind the end token
-    of an answer, up to the last token that is not ``pad_id``, as transformers' classifiers score
-    it. Plain text and cut answers have none behind them."""
+    """Return an encoder of conversations as the template of ``rows`` renders them, up to the last
+    token that is not ``pad_id``, as transformers' classifiers score it. ``encode`` encodes plain
+    text, cut answers, and what the template cannot render; then the tokens that it writes behind
+    the end token of an answer follow."""
     end, *behind = rows.end_of_answers()
     if behind:
         _notice_of_end(rows, behind)
 
     def encode_to_last_token(item: RewardInput) -> Pair:
+        answer = _answer_of(item, rows.text_of)
+        if (ids := rows.rendered(answer)) is not None:
+            return _without_padding((), ids, pad_id)
         prompt, response = encode(item)
-        is_conversation = _answer_of(item).messages is not None
-        if is_conversation and list(response[-1:]) == [end]:
+        if answer.messages is not None and list(response[-1:]) == [end]:
             response = [*response, *behind]
         return _without_padding(prompt, response, pad_id)
 
@@ -167,6 +171,18 @@ def _notice_of_end(rows: RowEncoder, behind: list[int]) -> None:
         'write "%s": "end_token" into it',
         *(rows.name, rows.tokenizer.decode(behind), SCORES_AT),
     )
+
+
+def _with_opened_block(
+    message: Mapping[str, Any], prompt: str, tags: Tags | None
+) -> Mapping[str, Any]:
+    """Return an answer whose text begins with the tag of the reasoning that ``prompt`` opens."""
+    tags = tags or THINK
+    head, state = tags.of_prompt(prompt)
+    content = message.get("content") or ""
+    if state != "opened" or tags.end not in content or content.lstrip().startswith(tags.begin):
+        return message
+    return {**message, "content": prompt[len(head) :] + content}
 
 
 def _with_first_space(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
@@ -346,7 +362,7 @@ class RowEncoder:
         self.tokenizer, self.name, self.continues = tokenizer, name, continues
         self.text_of = text_of
         self._warned = self._warned_of_answers = self._warned_of_reasoning = False
-        self._warned_of_tools = False
+        self._warned_of_tools = self._warned_of_rendering = False
 
     def check(self) -> None:
         """Raise RewardError if the chat template cannot write a plain answer to a question."""
@@ -373,6 +389,52 @@ class RowEncoder:
         text = render_text(self.tokenizer, messages, add_generation_prompt=False)
         ids = encode_piece(self.tokenizer, text.rpartition(_ANSWER)[2])
         return [end, *(ids[ids.index(end) + 1 :] if end in ids else ())]
+
+    def rendered(self, answer: _Answer) -> list[int] | None:
+        """Return the ids of a conversation with its answer as the template renders it. It may begin
+        in another way than the prompt of the answer: the template opens reasoning in the prompt and
+        leaves it out of the rendering, or writes earlier messages in another form.
+
+        None: the answer was cut, has an end token in its text, or is none of a conversation; or the
+        template cannot render it, which is logged once."""
+        is_conversation = answer.messages is not None and self.tokenizer.chat_template is not None
+        if not is_conversation or not answer.ended:
+            return None
+        if any(end in answer.text for end in end_texts(self.tokenizer).values()):
+            return None  # nothing is read behind it
+        assert answer.messages is not None
+        tools = list(answer.tools) if answer.tools else None
+        try:
+            prompt = self._rendered(answer.messages, tools, add_generation_prompt=True)
+            text = self._rendered([*answer.messages, answer.message], tools)
+            if not text.startswith(prompt):
+                message = _with_opened_block(answer.message, prompt, tags_of(self.tokenizer))
+                text = self._rendered([*answer.messages, message], tools)
+        except DataError as error:
+            if not self._warned_of_rendering:
+                self._warned_of_rendering = True
+                log.warning(
+                    "reward %r: notice: its chat template cannot render a conversation with its "
+                    "answer, so the answer follows the prompt; further ones are not reported. %s",
+                    *(self.name, error),
+                )
+            return None
+        self._warn_of_tools(tools)
+        self._warn_of_reasoning(answer.message, tools)
+        return encode_piece(self.tokenizer, text)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        bare = [without_flags(message) for message in as_rendered(as_messages(messages))]
+        bare = with_reasoning_once(self.tokenizer, bare, tools)
+        return render_text(
+            self.tokenizer, bare, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
     def __call__(self, item: RewardInput) -> Pair:
         """Return (prompt ids, response ids). Raises RewardError if an episode needs the template

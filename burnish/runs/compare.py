@@ -61,14 +61,18 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def metric_rows(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[MetricRow]:
-    """Return the rows of metrics that match one of ``patterns`` (``reward/*``); without patterns,
-    of the headlines of the runs."""
+    """Return the rows of the metrics that :func:`chosen_metrics` returns."""
+    names = chosen_metrics(runs, patterns)
+    return [MetricRow(name, tuple(_summary(run, name) for run in runs)) for name in names]
+
+
+def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[str]:
+    """Return the metrics of runs that match one of ``patterns`` (``reward/*``); without patterns,
+    the headlines of the runs."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     if patterns:
-        chosen = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
-    else:
-        chosen = [headline.metric for headline in headlines(names)]
-    return [MetricRow(name, tuple(_summary(run, name) for run in runs)) for name in chosen]
+        return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+    return [headline.metric for headline in headlines(names)]
 
 
 def _summary(run: Run, metric: str) -> tuple[float, float, float] | None:

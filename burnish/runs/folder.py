@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from burnish.secret import without_secret_values
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 _TOKEN_COLUMNS = {
     "token": ("tokens", "object"),
@@ -212,6 +213,17 @@ class Run:
     def headline(self) -> Headline | None:
         """The metric by which the run is judged; None if it has none of the usual ones."""
         return next(iter(headlines(self.curves)), None)
+
+    def plot(self, *metrics: str, beside: Sequence[Run] = ()) -> Figure:
+        """Return a matplotlib figure of metrics, a panel each: names or patterns (``reward/*``);
+        without any, the headlines. The runs ``beside`` are drawn too. In a notebook, the last line
+        ``run.plot()`` of a cell shows it.
+
+        Raises RunFolderError if no run has such a metric, and without matplotlib.
+        """
+        from burnish.runs.plot import plot_runs
+
+        return plot_runs([self, *beside], metrics)
 
     def samples(self, *, step: int | None = None, split: str | None = None) -> pd.DataFrame:
         """Return the kept samples, of all steps or of one, and of all splits or of one (``train``,

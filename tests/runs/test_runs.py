@@ -24,6 +24,7 @@ from burnish.config.base import LOCK_FILE
 from burnish.driver.errors import Interrupted, StoppedError
 from burnish.file_lock import lock_file
 from burnish.observe.ending import END_FILE, recorded_end, state_of
+from burnish.observe.metrics import MetricsLog
 from burnish.runs.compare import metric_rows, recipe_difference
 from burnish.runs.folder import RunFolderError, find_runs, load_run
 from burnish.runs.tables import short_names, sparkline
@@ -240,3 +241,20 @@ def test_what_is_no_run_is_said_and_a_damaged_run_leaves_the_others(
     ):
         code, text = command(*arguments)
         assert code == 2 and said in text, arguments
+
+
+def test_metrics_are_plotted_with_those_of_other_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, slope in (("a", 1.0), ("b", 2.0)):
+        log = MetricsLog(tmp_path / name)
+        for step in range(3):
+            log.log(step, {"reward/mean": slope * step, "reward/exact": 0.5, "train/loss": -slope})
+        log.close()
+    a, b = load_run(tmp_path / "a"), load_run(tmp_path / "b")
+    figure = a.plot("reward/*", beside=[b])
+    lines = {panel.get_title(): panel.get_lines() for panel in figure.axes}
+    assert set(lines) == {"reward/mean", "reward/exact"}
+    assert [list(line.get_ydata()) for line in lines["reward/mean"]] == [[0, 1, 2], [0, 2, 4]]
+    assert [panel.get_title() for panel in a.plot().axes] == ["reward/mean"]
+    with pytest.raises(RunFolderError, match="no run has a metric that matches nothing"):
+        a.plot("nothing")

@@ -1,0 +1,71 @@
+"""Take the screenshots of docs/watch.md: ``python tools/screenshots.py RUN``.
+
+It serves a run folder with ``burnish watch``, opens the views in Chromium, and writes
+``docs/figures/watch-*.png``. RUN is a run of RL, such as that of ``burnish demo``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+SIZE = {"width": 1280, "height": 800}
+
+
+@contextmanager
+def served(run: Path) -> Iterator[str]:
+    """Run ``burnish watch`` on a folder; yield its address."""
+    command = [sys.executable, "-m", "burnish", "watch", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            if found is None:
+                raise SystemExit(f"error: {' '.join(command)} did not start")
+            yield found[0]
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def take(page: Page, address: str) -> None:
+    """Write a figure of the curves, of the groups of the last step, and of the tokens of a
+    sample."""
+    page.goto(f"{address}/#/run?run=.")
+    page.wait_for_selector(".u-over")
+    page.wait_for_timeout(500)
+    page.screenshot(path=FIGURES / "watch-run.png")
+    page.get_by_role("link", name="Samples").click()
+    page.locator(".numbers a").first.click()
+    page.wait_for_selector(".group")
+    page.screenshot(path=FIGURES / "watch-step.png")
+    page.locator(".group .text").nth(1).click()
+    page.wait_for_selector(".token")
+    page.locator(".tokens-section").scroll_into_view_if_needed()
+    page.locator(".token.hot, .token.cold").first.hover()
+    page.screenshot(path=FIGURES / "watch-tokens.png")
+
+
+def main() -> None:
+    """Take the screenshots."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    run = parser.parse_args().run
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    with served(run) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        take(browser.new_page(viewport=SIZE), address)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

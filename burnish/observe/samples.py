@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from burnish.compact import IntRuns
 from burnish.data_files.arrow_files import record_batches
 from burnish.observe.files import replacing
+from burnish.secret import without_secrets
 
 if TYPE_CHECKING:  # (readers of runs need no torch)
     from burnish.transcript import Episode
@@ -106,13 +107,14 @@ def write_samples(
     written = first_groups(groups, limit)
     if not written:
         return None
-    known, reasons = advantages or {}, dropped or {}
+    known = advantages or {}
+    reasons = {prompt: _text(without_secrets(text)) for prompt, text in (dropped or {}).items()}
     rows = [
         {
             "step": step,
             "split": split,
             **_row(group, sample, known.get(sample.sample_id)),
-            "dropped": None if split != DROPPED else _text(reasons.get(group.prompt.id, "")),
+            "dropped": None if split != DROPPED else reasons.get(group.prompt.id, ""),
         }
         for group in written
         for sample in group.samples

@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from burnish.environments.base import EpisodeInfraError
 from burnish.observe.samples import DROPPED, drop_samples_after, read_samples, write_samples
 from burnish.rollout.runner import GroupResult, SampledGroup
@@ -115,3 +117,13 @@ def test_episodes_without_a_result_are_saved_with_their_records(tmp_path: Path) 
         assert json.loads(row["episode"])["status"] == "infra_error"
         assert (row["reward"], row["version"], row["response_tokens"]) == (None, None, 0)
         assert row["dropped"] == lost.reason and row["finish_reason"] == "aborted"
+
+
+def test_reasons_of_dropped_groups_contain_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "hunter2-hunter2-hunter2")
+    reasons = {_group(1).prompt.id: "failed reward: 401 for key hunter2-hunter2-hunter2"}
+    write_samples(tmp_path, 1, [_group(1)], None, limit=8, split=DROPPED, dropped=reasons)
+    assert "hunter2" not in (row := read_samples(tmp_path)[0])["dropped"]
+    assert row["dropped"].startswith("failed reward: 401")

@@ -40,7 +40,8 @@ def served(run: Path) -> Iterator[str]:
 def take(page: Page, address: str) -> None:
     """Write a figure of the curves, of the groups of the last step, and of the tokens of a
     sample."""
-    page.goto(f"{address}/#/run?run=.")
+    page.goto(address)
+    page.locator("tbody th a").click()
     page.wait_for_selector(".u-over")
     page.wait_for_timeout(500)
     page.screenshot(path=FIGURES / "watch-run.png")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 from burnish.messages import visible
 from burnish.observe.ending import END_FILE
@@ -55,8 +55,8 @@ class Library:
         return list(self._runs)
 
     def _identifier(self, folder: Path) -> str:
-        inside = os.fsencode(folder.relative_to(self.root)) if folder != self.root else b"."
-        return quote(inside, safe="/")
+        inside = folder.relative_to(self.root if folder != self.root else self.root.parent)
+        return quote(os.fsencode(inside), safe="/")
 
     def run(self, identifier: str) -> Run:
         """Return a run as it is now. Raises UnknownRunError; RunFolderError for a run with files
@@ -69,11 +69,7 @@ class Library:
                 f"there is no run {identifier[:200]!r} below {self.root}; it may have been removed "
                 "or renamed"
             )
-        if outside := next(_links_outside(run.folder, self.root.resolve()), None):
-            raise RunFolderError(
-                f"{visible(str(outside))} is a link to a file outside of {self.root}, which is not "
-                "read; copy the file in its place"
-            )
+        _check_files(run.folder, self.root.resolve())
         return run.reload()
 
     def log(self, identifier: str) -> MetricLog:
@@ -110,8 +106,7 @@ class Library:
         """Return what the table of runs shows of a run. A run that cannot be read has the key
         ``error``."""
         known = self._runs.get(identifier)
-        name = visible(str(known.folder.relative_to(self.root))) if known else identifier
-        row: dict[str, Any] = {"id": identifier, "name": self.root.name if name == "." else name}
+        row: dict[str, Any] = {"id": identifier, "name": visible(_path_of(identifier))}
         try:
             run = self.run(identifier)
             signature = self.signature(identifier)
@@ -158,8 +153,13 @@ def _status(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _links_outside(folder: Path, root: Path) -> Iterator[Path]:
-    """Yield the links among the files of a run that lead out of ``root``."""
+def _path_of(identifier: str) -> str:
+    return os.fsdecode(unquote_to_bytes(identifier))
+
+
+def _check_files(folder: Path, root: Path) -> None:
+    """Raise RunFolderError if an entry of a run is a link that leads out of ``root``, or a pipe or
+    device, which would be waited for."""
     for name in _READ_FOLDERS:
         try:
             entries = os.scandir(folder / name)
@@ -168,4 +168,9 @@ def _links_outside(folder: Path, root: Path) -> Iterator[Path]:
         with entries:
             for entry in entries:
                 if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
-                    yield Path(entry.path)
+                    raise RunFolderError(
+                        f"{visible(entry.path)} is a link to a file outside of {root}, which is "
+                        "not read; copy the file in its place"
+                    )
+                if not (entry.is_file() or entry.is_dir() or entry.is_symlink()):
+                    raise RunFolderError(f"{visible(entry.path)} is no regular file; move it away")

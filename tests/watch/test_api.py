@@ -156,6 +156,23 @@ def test_files_that_are_links_out_of_the_folder_are_not_read(tmp_path):
             assert "link to a file outside" in rows_of(address)["run"]["error"]
 
 
+def test_a_pipe_in_place_of_a_file_is_named_and_not_waited_for(tmp_path):
+    for name in ("metrics.jsonl", "samples/step_000001.parquet"):
+        root = tmp_path / name.replace("/", "_")
+        run = write_run(root / "run", num_steps=1)
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with serving(root) as address:
+            assert "is no regular file" in rows_of(address)["run"]["error"]
+            assert "is no regular file" in get(address, "run", run="run").json()["error"]
+
+
+def test_a_run_can_be_watched_alone(runs):
+    with serving(runs / "first") as address:
+        assert list(rows_of(address)) == ["first"]
+        assert get(address, "run", run="first").json()["num_steps"] == 60
+
+
 def test_only_names_of_this_machine_are_answered_and_nothing_is_written(served, runs):
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
     for host, status in (("evil.example", 421), ("localhost", 200), ("127.0.0.1", 200)):

@@ -76,7 +76,7 @@
         span.style.setProperty("--amount", `${Math.round(amount * 70)}%`);
       });
       const known = columns[chosen].filter((x) => x !== null).map(Number);
-      legend.textContent = `${COLORS[chosen][1]} From ${number(Math.min(...known), 4)} to ${number(Math.max(...known), 4)}.`;
+      legend.textContent = `${COLORS[chosen][1]} From ${BurnishCharts.format(Math.min(...known))} to ${BurnishCharts.format(Math.max(...known))}.`;
     }
     function show(i) {
       if (i < 0 || i >= spans.length) return;
@@ -85,7 +85,7 @@
       spans[at].classList.add("at");
       spans[at].scrollIntoView({ block: "nearest" });
       const id = tokens.token_ids?.[i];
-      const rows = [["Token", `${JSON.stringify(tokens.tokens[i])}${id === undefined ? "" : ` (${id})`}, number ${i + 1}`], ...names.map((name) => [COLORS[name][0], columns[name][i] === null ? "" : name === "mask" ? (columns[name][i] ? "trained" : "not trained") : number(Number(columns[name][i]), 5)])];
+      const rows = [["Token", `${JSON.stringify(tokens.tokens[i])}${id === undefined ? "" : ` (${id})`}, number ${i + 1}`], ...names.map((name) => [COLORS[name][0], columns[name][i] === null ? "" : name === "mask" ? (columns[name][i] ? "trained" : "not trained") : BurnishCharts.format(Number(columns[name][i]))])];
       facts.replaceChildren(...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value || "–"))));
     }
     select.addEventListener("change", () => { chosen = select.value; onColor(chosen); paint(); });

@@ -16,7 +16,8 @@ def runs(
     ] = Path("runs"),
 ) -> None:
     """List runs: state, age, job, model, step and headline metric."""
-    from burnish.runs.folder import RunFolderError, find_runs
+    from burnish.runs.errors import RunFolderError
+    from burnish.runs.folder import find_runs
     from burnish.runs.tables import console, runs_table
 
     listed = find_runs(folder)
@@ -38,7 +39,8 @@ def compare(
 ) -> None:
     """Compare runs: the keys that differ, and their metrics."""
     from burnish.runs.compare import metric_rows, recipe_difference
-    from burnish.runs.folder import RunFolderError, load_run
+    from burnish.runs.errors import RunFolderError
+    from burnish.runs.folder import load_run
     from burnish.runs.tables import console, difference_table, metrics_table
 
     loaded = [load_run(path) for path in runs]

@@ -56,6 +56,8 @@ def _wrapped(text: str, *, indent: str = "  ") -> str:
 
 def first_sentence(path: Path) -> str:
     """Return the first sentence of a file's docstring, heading or first comment."""
+    if path.suffix == ".png":
+        return ""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         docstring = ast.get_docstring(ast.parse(text)) or ""

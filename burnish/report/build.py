@@ -24,7 +24,8 @@ from burnish.observe.public_recipe import CONFIG_FILE
 from burnish.report.charts import ChartData
 from burnish.report.page import date_text, page_of
 from burnish.report.samples import embed_samples
-from burnish.runs.folder import Run, RunFolderError
+from burnish.runs.errors import RunFolderError
+from burnish.runs.folder import Run
 
 REPORT_FILE = "report.html"
 SCRIPTS = ("uPlot.iife.min.js", "charts.js", "samples.js", "report.js")

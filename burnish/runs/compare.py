@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from burnish.observe.headline import headlines
-from burnish.runs.folder import Run
+
+if TYPE_CHECKING:
+    from burnish.runs.folder import Run
 
 _MISSING = "(not set)"
 _PLACES = ("run_dir",)
@@ -78,3 +80,13 @@ def chosen_metrics(runs: Sequence[Run], patterns: Sequence[str] = ()) -> list[st
 def _summary(run: Run, metric: str) -> tuple[float, float, float] | None:
     values = run.curve(metric).values
     return (values[-1], min(values), max(values)) if values else None
+
+
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """Return the last parts of the paths of runs, as many as tell them apart."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(run.folder) for run in runs]

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.errors import BurnishError
 from burnish.observe.ending import END_FILE, RunState, state_of
 from burnish.observe.errors import SavedRecipeError
 from burnish.observe.headline import Headline, headlines, model_title
@@ -25,6 +24,7 @@ from burnish.observe.samples import (
     split_of,
 )
 from burnish.runs.curves import Curve, curves_of
+from burnish.runs.errors import RunFolderError
 from burnish.secret import without_secret_values
 
 if TYPE_CHECKING:
@@ -49,10 +49,6 @@ _TOKEN_COLUMNS = {
 """Column of :meth:`Run.tokens` -> (column of the file, type)."""
 _DEPTH = 4
 """Folders between a folder and the runs in it."""
-
-
-class RunFolderError(BurnishError, ValueError):
-    """A folder that contains no run, or a run that cannot be read."""
 
 
 def load_run(path: Path | str) -> Run:

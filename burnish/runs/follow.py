@@ -13,7 +13,8 @@ from rich.text import Text
 
 from burnish.messages import visible
 from burnish.observe.headline import Headline, headlines
-from burnish.runs.folder import Run, RunFolderError, find_runs, is_run
+from burnish.runs.errors import RunFolderError
+from burnish.runs.folder import Run, find_runs, is_run
 from burnish.runs.tables import console, runs_table, sparkline
 
 _EVERY_S = 2.0

@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from burnish.runs.compare import chosen_metrics
-from burnish.runs.folder import Run, RunFolderError
-from burnish.runs.tables import short_names
+from burnish.runs.compare import chosen_metrics, short_names
+from burnish.runs.errors import RunFolderError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from burnish.runs.folder import Run
 
 _COLUMNS = 3
 _WIDTH, _HEIGHT = 4.6, 2.9

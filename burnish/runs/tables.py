@@ -17,8 +17,9 @@ from rich.text import Text
 
 from burnish.messages import visible
 from burnish.observe.progress import format_duration
-from burnish.runs.compare import MetricRow
-from burnish.runs.folder import Run, RunFolderError
+from burnish.runs.compare import MetricRow, short_names
+from burnish.runs.errors import RunFolderError
+from burnish.runs.folder import Run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 12
@@ -107,16 +108,6 @@ def shorten(text: str, length: int) -> str:
     ('abc…', 'abcd')
     """
     return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def short_names(runs: Sequence[Run]) -> list[str]:
-    """Return the last parts of the paths of runs, as many as tell them apart."""
-    parts = [run.folder.resolve().parts for run in runs]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-count:]) for path in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
-    return [str(run.folder) for run in runs]
 
 
 def _by_run(first: str, title: str, runs: Sequence[Run]) -> Table:

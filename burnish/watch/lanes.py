@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.observe.files import TIMELINE_FILE
-from burnish.runs.folder import RunFolderError
+from burnish.runs.errors import RunFolderError
 from burnish.small_files import UnreadableFileError, read_small
 
 _MAX_SPANS = 50_000

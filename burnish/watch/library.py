@@ -17,7 +17,8 @@ from burnish.observe.progress import LOG_FILE
 from burnish.observe.public_recipe import CONFIG_FILE
 from burnish.observe.samples import SAMPLES_DIR
 from burnish.report.page import page_of
-from burnish.runs.folder import Run, RunFolderError, find_runs
+from burnish.runs.errors import RunFolderError
+from burnish.runs.folder import Run, find_runs
 from burnish.watch.metric_log import MetricLog, overview_of
 
 _KEPT_LOGS = 8
@@ -105,7 +106,6 @@ class Library:
     def row(self, identifier: str) -> Mapping[str, Any]:
         """Return what the table of runs shows of a run. A run that cannot be read has the key
         ``error``."""
-        known = self._runs.get(identifier)
         row: dict[str, Any] = {"id": identifier, "name": visible(_path_of(identifier))}
         try:
             run = self.run(identifier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from burnish.runs.folder import RunFolderError
+from burnish.runs.errors import RunFolderError
 from burnish.serve.base import ListenOptions
 from burnish.serve.running import address_of, check_extra, run_until_signal, token_of
 

@@ -23,9 +23,8 @@ from burnish.observe.samples import (
     split_of,
 )
 from burnish.report.samples import sample_entry
-from burnish.runs.compare import recipe_difference
+from burnish.runs.compare import recipe_difference, short_names
 from burnish.runs.folder import Run
-from burnish.runs.tables import short_names
 from burnish.watch.lanes import lanes_of
 from burnish.watch.library import Library
 from burnish.watch.metric_log import MetricLog

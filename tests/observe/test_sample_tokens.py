@@ -25,7 +25,8 @@ from burnish.observe.samples import (
     samples_with_tokens,
     write_samples,
 )
-from burnish.runs.folder import RunFolderError, load_run
+from burnish.runs.errors import RunFolderError
+from burnish.runs.folder import load_run
 from burnish.types import Batch, Group, Prompt, Sample, TokenRow
 
 TEXT = "naïve 日本語 → 😀👩‍🔬 def f(x):\n\treturn x  # ok\x00\u202e<b>&amp;</b>"

@@ -25,9 +25,10 @@ from burnish.driver.errors import Interrupted, StoppedError
 from burnish.file_lock import lock_file
 from burnish.observe.ending import END_FILE, recorded_end, state_of
 from burnish.observe.metrics import MetricsLog
-from burnish.runs.compare import metric_rows, recipe_difference
-from burnish.runs.folder import RunFolderError, find_runs, load_run
-from burnish.runs.tables import short_names, sparkline
+from burnish.runs.compare import metric_rows, recipe_difference, short_names
+from burnish.runs.errors import RunFolderError
+from burnish.runs.folder import find_runs, load_run
+from burnish.runs.tables import sparkline
 
 MakeRun = Callable[..., Path]
 

@@ -62,7 +62,9 @@
       }
       if (rows.size) count.textContent = `${number(shown.length)} of ${number(rows.size)} runs`;
     }
-    const soon = Watch.later(draw, 40);
+    // Rows arrive one by one: the table is drawn at most 20 times per second.
+    let drawing = 0;
+    const soon = () => { drawing ||= setTimeout(() => { drawing = 0; if (!scope.ended) draw(); }, 50); };
 
     action();
     scope.listen("runs", {}, {

@@ -15,7 +15,18 @@ from burnish.cli import app
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(get_command(app).commands)
 VERBS = {
-    *("Check", "Compare", "Compute", "Fine-tune", "List", "Measure", "Predict", "Print", "Sample"),
+    *(
+        "Check",
+        "Compare",
+        "Compute",
+        "Fine-tune",
+        "List",
+        "Measure",
+        "Predict",
+        "Print",
+        "Sample",
+        "Show",
+    ),
     *("Serve", "Talk", "Train", "Write"),
 }
 

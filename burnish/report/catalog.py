@@ -7,6 +7,7 @@ given by the suffix of their name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -196,12 +197,19 @@ def arrange(names: Sequence[str], charts: Iterable[Chart] = CHARTS) -> list[Char
     known = [
         replace(chart, names=tuple(taken[i])) for i, chart in enumerate(charts) if taken.get(i)
     ]
-    for name in sorted(left):
+    titles = {name: _title(name) for name in sorted(left)}
+    counts = Counter(titles.values())
+    for name, title in titles.items():
         unit = next((u for s, u in _UNITS if name.endswith(s)), "")
-        group = name.partition("/")[0].replace("_", " ") if "/" in name else ""
-        title = f"{group}: {words(name)}" if group else words(name)
-        known.append(Chart(MORE, title[:1].upper() + title[1:], unit, (name,)))
+        known.append(Chart(MORE, title if counts[title] == 1 else name, unit, (name,)))
     return known
+
+
+def _title(name: str) -> str:
+    """Return the title of a metric that no chart of the catalog has."""
+    group = name.partition("/")[0].replace("_", " ") if "/" in name else ""
+    title = f"{group}: {words(name)}" if group else words(name)
+    return title[:1].upper() + title[1:]
 
 
 def _of_first_set(name: str) -> str:

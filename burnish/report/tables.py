@@ -14,6 +14,9 @@ from burnish.observe.files import MEMORY_JSON
 from burnish.observe.progress import LOG_FILE
 from burnish.small_files import read_small
 
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""Errors of a JSON file with other content than a run writes."""
+
 
 @dataclass(frozen=True)
 class MemoryTable:
@@ -43,7 +46,15 @@ def memory_table(run_dir: Path) -> MemoryTable | None:
                 process += f", {len(line['ranks'])} ranks"
             cells = tuple(_cell(line, column) for column in columns.values())
             rows.append((process, str(line["phase"]), cells))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ):
         return None
     note = "Maximum over all ranks."
     if on_gpu:

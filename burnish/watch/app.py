@@ -176,7 +176,7 @@ class WatchApp:
         except (BurnishError, OSError) as error:
             return _html(message_page(str(error)), status=_status(error))
         # (The page has a policy of its own, with the nonce of its scripts.)
-        return HTMLResponse(page, headers=_HEADERS)
+        return HTMLResponse(_encoded(page), headers=_HEADERS)
 
     # ---- data ----------------------------------------------------------------------------------
 
@@ -273,7 +273,12 @@ def _text(package: str, name: str) -> str:
 
 def _html(text: str, *, status: int = 200) -> Response:
     headers = {**_HEADERS, "Content-Security-Policy": _POLICY}
-    return HTMLResponse(text, status_code=status, headers=headers)
+    return HTMLResponse(_encoded(text), status_code=status, headers=headers)
+
+
+def _encoded(text: str) -> bytes:
+    """Return a page as bytes. Texts and names of runs may contain surrogates."""
+    return text.encode("utf-8", "replace")
 
 
 def _reply(content: Any) -> Response:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from burnish.observe.files import TIMELINE_FILE
+from burnish.report.tables import DAMAGE
 from burnish.runs.errors import RunFolderError
 from burnish.small_files import UnreadableFileError, read_small
 
@@ -32,6 +34,10 @@ def lanes_of(folder: Path) -> dict[str, Any] | None:
             (int(event["tid"]), float(event["ts"]), float(event["dur"]), str(event["name"]))
             for event in events[-_MAX_SPANS:]
         ]
+        if not all(
+            0 <= start < math.inf and 0 <= seconds < math.inf for _, start, seconds, _ in spans
+        ):
+            raise ValueError("its times are not finite")
         threads = {
             int(event["tid"]): str(event["args"]["name"])
             for event in tree["traceEvents"]
@@ -40,7 +46,7 @@ def lanes_of(folder: Path) -> dict[str, Any] | None:
         note = str(tree.get("otherData", {}).get("note", ""))
     except UnreadableFileError as error:
         raise RunFolderError(str(error)) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (*DAMAGE, RecursionError) as error:
         raise RunFolderError(f"{path} is not a timeline ({error}); remove it") from error
     lanes: dict[tuple[int, str], list[list[float]]] = {}
     ends: dict[int, float] = {}

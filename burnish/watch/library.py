@@ -50,9 +50,9 @@ class Library:
     def scan(self) -> list[str]:
         """Find the runs; return their identifiers, by path."""
         self._runs = {self._identifier(run.folder): run for run in find_runs(self.root)}
-        for gone in self._rows.keys() - self._runs.keys():
-            del self._rows[gone]
-            self._logs.pop(gone, None)
+        for cache in (self._rows, self._logs, self._pages):
+            for gone in cache.keys() - self._runs.keys():
+                del cache[gone]
         return list(self._runs)
 
     def _identifier(self, folder: Path) -> str:
@@ -70,6 +70,8 @@ class Library:
                 f"there is no run {identifier[:200]!r} below {self.root}; it may have been removed "
                 "or renamed"
             )
+        if not run.folder.resolve().is_relative_to(self.root.resolve()):
+            raise RunFolderError(f"{visible(str(run.folder))} is a link out of {self.root}")
         _check_files(run.folder, self.root.resolve())
         return run.reload()
 

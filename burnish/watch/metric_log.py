@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from burnish.observe.headline import HEADLINES, Headline, headlines
 from burnish.observe.metrics import END_OF_TIME, METRICS_FILE
@@ -48,33 +48,35 @@ class MetricLog:
         self.num_omitted = 0
         """Values of metrics beyond the first 1,000 names."""
         self._offset = 0
-        self._identity: tuple[int, int] | None = None
+        self._last = b""
+        """The complete line before the offset."""
 
     def refresh(self) -> bool:
-        """Read complete lines that were added; everything, if the file was replaced. Return whether
-        something changed. Raises OSError except for a missing file, which has no lines."""
+        """Read complete lines that were added; everything, if the file was replaced or rewritten.
+        Return whether something changed. Raises OSError except for a missing file, which has no
+        lines."""
+        had_lines, before = bool(self.steps), self._offset
         try:
-            status = self._path.stat()
+            with open(self._path, "rb") as file:
+                self._read(file)
         except FileNotFoundError:
-            had_lines = bool(self.steps)
             self._clear()
             return had_lines
-        identity = (status.st_dev, status.st_ino)
-        is_other = identity != self._identity or status.st_size < self._offset
-        if is_other:
+        return self._offset != before or (had_lines and not self.steps)
+
+    def _read(self, file: BinaryIO) -> None:
+        # (The inode does not tell: file systems give that of a removed file to the next one.)
+        file.seek(self._offset - len(self._last))
+        if file.read(len(self._last)) != self._last:
             self._clear()
-            self._identity = identity
-        if status.st_size == self._offset:
-            return is_other
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            rest = b""
-            while block := file.read(_BLOCK):
-                *complete, rest = (rest + block).split(b"\n")
-                for line in complete:
-                    self._offset += len(line) + 1
-                    self._add(line)
-        return True
+            file.seek(0)
+        rest = b""
+        while block := file.read(_BLOCK):
+            *complete, rest = (rest + block).split(b"\n")
+            for line in complete:
+                self._offset += len(line) + 1
+                self._last = line + b"\n"
+                self._add(line)
 
     def _add(self, line: bytes) -> None:
         entry = _entry(line)

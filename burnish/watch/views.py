@@ -159,6 +159,7 @@ def step(library: Library, parameters: Parameters) -> dict[str, Any]:
         samples, _one(parameters, "q"), sort=sort, descending=_one(parameters, "desc") == "1"
     )
     parts = sorted({f"parts.{name}" for row in rows for name in row["parts"]})
+    shown = rows[page * _PER_PAGE : (page + 1) * _PER_PAGE]
     return {
         "step": number,
         "split": split,
@@ -168,8 +169,20 @@ def step(library: Library, parameters: Parameters) -> dict[str, Any]:
         "found": len(rows),
         "page": page,
         "pages": max(1, -(-len(rows) // _PER_PAGE)),
-        "rows": rows[page * _PER_PAGE : (page + 1) * _PER_PAGE],
+        "rows": shown,
+        "groups": {id_: _group(samples, id_) for id_ in {row["group"] for row in shown}},
         "with_tokens": samples_with_tokens(path),
+    }
+
+
+def _group(samples: Sequence[Mapping[str, Any]], group: Any) -> dict[str, Any]:
+    """Return facts of a complete group, whichever of its samples are shown."""
+    of_group = [finite(row["reward"]) for row in samples if row["group_id"] == group]
+    rewards = [reward for reward in of_group if reward is not None]
+    return {
+        "samples": len(of_group),
+        "mean_reward": math.fsum(reward / len(rewards) for reward in rewards) if rewards else None,
+        "is_equal": len(rewards) > 1 and len(set(rewards)) == 1,
     }
 
 

@@ -229,6 +229,55 @@ def test_metrics_grow_with_their_file_and_start_again_if_it_is_replaced(tmp_path
     assert read.refresh() and not read.steps
 
 
+def test_metrics_of_a_file_that_took_the_place_of_another_are_not_mixed(tmp_path):
+    (tmp_path / "a").mkdir()
+    log, read = MetricsLog(tmp_path / "a"), MetricLog(tmp_path / "a")
+    for step in (1, 2, 3):
+        log_step(log, step)
+    log.close()
+    read.refresh()
+    text = (tmp_path / "a" / "metrics.jsonl").read_text()
+    with open(tmp_path / "a" / "metrics.jsonl", "r+") as file:  # the same inode
+        file.write(text.replace('"step": 3', '"step": 9').replace("0.33", "0.44"))
+        file.write('{"step": 10, "time": 1790000000}\n')
+    assert read.refresh() and list(read.steps) == [1, 2, 9, 10]
+
+
+def test_a_run_that_became_a_link_is_not_read(tmp_path):
+    root, outside = tmp_path / "runs", write_run(tmp_path / "outside", num_steps=1)
+    write_run(root / "run", num_steps=1)
+    with serving(root) as address:
+        assert get(address, "steps", run="run").status_code == 200
+        shutil.rmtree(root / "run")
+        (root / "run").symlink_to(outside)
+        assert get(address, "steps", run="run").status_code in (404, 422)
+
+
+def test_one_damaged_run_does_not_hide_the_others(tmp_path):
+    write_run(tmp_path / "good", num_steps=1)
+    run = write_run(tmp_path / "bad", num_steps=1).rename(tmp_path / "bad\udcff")
+    (run / "end.json").write_text('{"kind": "failed", "reason": "\\ud800", "time": 1790000000}')
+    (run / "memory.json").write_text(
+        '{"lines": [{"role": "all", "phase": "x", "ranks": [0], "planned": null, "allocated": null,'
+        f' "reserved": null, "host_planned": 1{"0" * 400}, "host": 1}}]}}'
+    )
+    for damage in ('"ts": NaN', '"ts": 1e999', f'"ts": 1{"0" * 400}', '"tid": 1e999, "ts": 1'):
+        event = f'{{"ph": "X", "name": "a", "tid": 1, "dur": 1, {damage}}}'
+        (run / "timeline.json").write_text(f'{{"traceEvents": [{event}]}}')
+        with serving(tmp_path) as address:
+            assert "good" in httpx.get(f"{address}/plain").text
+            assert httpx.get(f"{address}/report?run=bad%25FF").status_code == 200
+            assert get(address, "run", run="bad%FF").status_code == 200
+            reply = get(address, "time", run="bad%FF")
+            assert reply.status_code == 422 and "is not a timeline" in reply.json()["error"]
+
+
+def test_facts_of_a_group_are_those_of_all_its_samples(served):
+    reply = get(served, "step", run="first", step=7, q="reward<0.5").json()
+    assert len(reply["rows"]) == 2
+    assert reply["groups"]["14"] == {"samples": 2, "mean_reward": 0.5, "is_equal": False}
+
+
 def test_rows_of_runs_change_with_their_files(tmp_path):
     run = write_run(tmp_path / "run", num_steps=2)
     library = Library(tmp_path)

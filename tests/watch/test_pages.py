@@ -167,6 +167,32 @@ def test_a_run_is_followed_until_it_is_removed(page, tmp_path):
         page.wait_for_selector("text=contains no run yet")
 
 
+def test_a_hidden_page_shows_what_it_missed(page, tmp_path):
+    run = write_run(tmp_path / "run", num_steps=2)
+    write_run(tmp_path / "other", num_steps=1)
+    hide = "Object.defineProperty(document, 'hidden', {{value: {}, configurable: true}});"
+    hide += "document.dispatchEvent(new Event('visibilitychange'))"
+    with serving(tmp_path) as address:
+        open_view(page, address, "#/run?run=run")
+        steps = page.locator(".tile:has-text('Steps') .value")
+        page.evaluate(hide.format("true"))
+        log = MetricsLog(run)
+        log_step(log, 3)
+        log.close()
+        page.wait_for_timeout(500)
+        assert steps.inner_text() == "2"
+        page.evaluate(hide.format("false"))
+        page.wait_for_selector(".tile:has-text('Steps') .value:text-is('3')")
+        open_view(page, address)
+        page.wait_for_selector("text=2 of 2 runs")
+        page.get_by_role("link", name="run", exact=True).focus()
+        page.evaluate(hide.format("true"))
+        shutil.rmtree(tmp_path / "other")
+        page.evaluate(hide.format("false"))
+        page.wait_for_selector("text=1 of 1 runs")
+        assert page.evaluate("document.activeElement.textContent") == "run"
+
+
 def test_hostile_texts_stay_texts(page, served):
     for address in (
         "#/run?run=hostile",

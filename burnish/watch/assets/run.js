@@ -2,6 +2,7 @@
 // One run: curves, steps, time, memory, recipe, warnings.
 (() => {
   const { make, link, number, pill } = Watch;
+  const keyOf = (chart) => chart.lines.map((line) => line.metric).join(" ");
   const TABS = [["curves", "Curves"], ["steps", "Samples"], ["time", "Time"], ["memory", "Memory"], ["recipe", "Recipe"], ["warnings", "Warnings"]];
   const KINDS = { running: "up", failed: "down", died: "down", silent: "warn" };
 
@@ -52,6 +53,7 @@
       open: () => Watch.live("live"),
       lost: () => Watch.live("no connection"),
       on: {
+        watching: refresh, // a change may have come before the connection, which a hidden tab closes
         changed: refresh,
         problem: (text) => { state.problem = true; body.replaceChildren(Watch.problem(text)); },
         gone: (text) => { Watch.live(""); view.replaceChildren(Watch.problem(text), make("p", {}, make("a", { href: "#/" }, "All runs"))); },
@@ -68,7 +70,7 @@
 
   const TABBED = {
     curves(state, page) {
-      const signature = JSON.stringify(page.sections.map((section) => [section.title, section.charts.map((chart) => chart.title)]));
+      const signature = JSON.stringify(page.sections.map((section) => [section.title, section.charts.map(keyOf)]));
       if (state.signature !== signature) build(state, page);
       state.signature = signature;
       fillTiles(state.tiles, page);
@@ -76,7 +78,7 @@
       for (const section of page.sections) {
         for (const chart of section.charts) {
           chart.marks = marks;
-          const known = state.charts.get(`${section.title}/${chart.title}`);
+          const known = state.charts.get(keyOf(chart));
           if (known.handle) known.handle.update(chart);
           known.chart = chart;
         }
@@ -135,7 +137,7 @@
     };
     for (const section of page.sections) {
       const cards = section.charts.map((chart) => {
-        const key = `${section.title}/${chart.title}`;
+        const key = keyOf(chart);
         const box = make("figure", { "data-key": key, class: "card waiting" }, make("figcaption", {}, make("b", {}, chart.title)));
         state.charts.set(key, { chart, handle: null });
         seen.observe(box); // charts far below are drawn when they come near

@@ -30,6 +30,16 @@
       compare.setAttribute("href", chosen.size > 1 ? link("compare", { run: [...chosen] }) : link("runs", { run: [...chosen], q: text }));
     };
 
+    const age = (row) => (row.changed === null || row.error ? "" : `${duration(Date.now() / 1000 - offset - row.changed)} ago`);
+
+    // Cells of known rows are replaced, except for those that can have the focus.
+    function put(row) {
+      const next = line(row), known = lines.get(row.id);
+      if (known) { while (known.children.length > 2) known.lastChild.remove(); known.append(...[...next.children].slice(2)); }
+      else lines.set(row.id, next);
+      rows.set(row.id, row);
+    }
+
     function line(row) {
       const box = make("input", { type: "checkbox", "aria-label": `Choose ${row.name}` });
       box.checked = chosen.has(row.id);
@@ -41,7 +51,7 @@
       if (row.reason && row.state !== "running") state.append(make("div", { class: "muted reason", title: row.reason }, row.reason));
       const headline = row.headline;
       return make("tr", {}, make("td", {}, box), name, state,
-        make("td", { class: "num" }, row.changed === null ? "" : `${duration(Date.now() / 1000 - offset - row.changed)} ago`),
+        make("td", { class: "num" }, age(row)),
         make("td", {}, row.job), make("td", { class: "long" }, row.model), make("td", { class: "num" }, step),
         make("td", {}, headline ? [make("div", {}, headline.last), make("div", { class: "muted" }, headline.label)] : ""),
         make("td", {}, headline && headline.spark.length > 1 ? Watch.sparkline(headline.spark, `${headline.label}: from ${headline.first} to ${headline.last}`) : ""));
@@ -66,17 +76,20 @@
     let drawing = 0;
     const soon = () => { drawing ||= setTimeout(() => { drawing = 0; if (!scope.ended) draw(); }, 50); };
 
+    const sent = new Set(); // runs that this connection has told of
+    const drop = (id) => { rows.delete(id); lines.delete(id); chosen.delete(id); sent.delete(id); action(); };
     action();
     scope.listen("runs", {}, {
-      open: () => Watch.live("live"),
+      open: () => { Watch.live("live"); sent.clear(); },
       lost: () => Watch.live("no connection"),
       on: {
-        run: (row) => { rows.set(row.id, row); lines.set(row.id, line(row)); soon(); },
-        gone: (id) => { rows.delete(id); lines.delete(id); chosen.delete(id); action(); soon(); },
+        run: (row) => { sent.add(row.id); put(row); soon(); },
+        gone: (id) => { drop(id); soon(); },
         all: (info) => {
           offset = Date.now() / 1000 - info.now;
           Watch.path();
-          for (const [id, row] of rows) if (row.state === "running") lines.set(id, line(row));
+          for (const id of [...rows.keys()]) if (!sent.has(id)) drop(id);
+          for (const [id, row] of rows) if (!row.error) lines.get(id).children[3].textContent = age(row);
           draw();
           if (!info.runs) count.textContent = `${info.folder} contains no run yet`;
         },

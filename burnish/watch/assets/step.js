@@ -81,9 +81,12 @@
         const groups = new Map();
         for (const row of data.rows) groups.set(row.group, [...(groups.get(row.group) ?? []), row]);
         body.replaceChildren(...[...groups].map(([id, rows]) => {
-          const rewards = rows.map((row) => row.reward).filter((x) => x !== null);
-          const mean = rewards.reduce((sum, x) => sum + x, 0) / rewards.length;
-          const facts = [`${rows.length} sample${rows.length === 1 ? "" : "s"}`, rewards.length ? `mean reward ${number(mean)}` : null, rewards.length > 1 && new Set(rewards).size === 1 ? "equal rewards: no signal" : null];
+          const group = data.groups[id], count = group.samples;
+          const facts = [
+            rows.length < count ? `${rows.length} of ${count} samples` : `${count} sample${count === 1 ? "" : "s"}`,
+            group.mean_reward === null ? null : `mean reward ${number(group.mean_reward)}`,
+            group.is_equal ? "equal rewards: no signal" : null,
+          ];
           return make("section", { class: "card group" }, make("header", {}, make("div", { class: "text prompt" }, rows[0].prompt),
             rows[0].label === null ? null : make("div", { class: "wanted" }, "label ", make("b", {}, rows[0].label)),
             make("div", { class: "muted" }, [`group ${id}`, ...facts.filter(Boolean)].join(" · "))), table(rows, columns, color, `Group ${id}`));

@@ -5,14 +5,18 @@
   const ROW = 26, TOP = 22;
 
   Watch.drawTime = (state, data, times) => {
-    if (state.lanes) { state.lanes.set(data); return; }
-    state.body.replaceChildren();
-    if (!data.lanes.length) { state.body.append(make("p", { class: "none" }, "The timeline is written when the run ends or saves a checkpoint.")); }
-    else state.lanes = lanes(state, data);
-    for (const split of times) {
+    if (!state.lanes) {
+      state.body.replaceChildren();
+      if (data.lanes.length) state.lanes = lanes(state, data);
+      else state.body.append(make("p", { class: "none" }, "The timeline is written every half minute, and when the run ends."));
+      state.tables = make("div");
+      state.body.append(state.tables);
+    } else state.lanes.set(data);
+    state.tables.replaceChildren(...times.map((split) => {
       const rows = split.phases.map((phase) => make("tr", {}, make("th", { scope: "row" }, phase.name), make("td", { class: "num" }, phase.total), make("td", { class: "num" }, phase.per_step), make("td", { class: "num" }, `${phase.percent.toFixed(1)}%`)));
-      state.body.append(make("section", { class: "section" }, make("h2", {}, split.chart.title), make("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": split.chart.title }, make("table", { class: "grid" }, make("thead", {}, make("tr", {}, ["Phase", "Total", "Per step", "Share"].map((head, i) => make("th", { scope: "col", class: i ? "num" : null }, head)))), make("tbody", {}, rows)))));
-    }
+      const heads = ["Phase", "Total", "Per step", "Share"].map((head, i) => make("th", { scope: "col", class: i ? "num" : null }, head));
+      return make("section", { class: "section" }, make("h2", {}, split.chart.title), make("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": split.chart.title }, make("table", { class: "grid" }, make("thead", {}, make("tr", {}, heads)), make("tbody", {}, rows))));
+    }));
   };
 
   function lanes(state, data) {

@@ -68,7 +68,7 @@ def as_messages(
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-_TURN_MARK = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
+_TURN_MARK = re.compile(r"\r?\n<extra_id_1>(User|Assistant)\r?\n")
 
 
 def _messages_of_text(text: str) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def _messages_of_text(text: str) -> list[dict[str, Any]]:
     >>> _messages_of_text("Hi\\n<extra_id_1>Assistant\\nHello\\n<extra_id_1>User\\nBye")[1]
     {'role': 'assistant', 'content': 'Hello'}
     """
-    begins = text.startswith("<extra_id_1>User\n")
+    begins = text.startswith(("<extra_id_1>User\n", "<extra_id_1>User\r\n"))
     first, *rest = _TURN_MARK.split(f"\n{text}" if begins else text)
     if not rest:
         return [{"role": "user", "content": text}]

@@ -388,7 +388,8 @@ def _text_row(
         return _without_end(tokenizer, encoded) if exchange.is_cut else encoded
     row_messages = as_messages(prompt)
     check_prompt(row_messages)
-    answer = _answer(response, row_messages)
+    unsplit = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
+    answer = _answer(response, row_messages, unsplit)
     before = as_messages(row_messages, system_prompt=exchange.system)
     check_rendering(tokenizer, before, exchange.tools, system_prompt=exchange.system)
     return token_row(
@@ -489,13 +490,18 @@ def _sampled(
     return None
 
 
-def _answer(response: Any, prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages that follow the prompt. A prompt repeated before them is removed."""
+def _answer(
+    response: Any, prompt: list[dict[str, Any]], unsplit: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Return the messages that follow the prompt. A prompt repeated before them is removed.
+    ``unsplit``: the text of the prompt as one message, if it was split into turns."""
     if isinstance(response, str):
         return [{"role": "assistant", "content": response}]
     messages = as_messages(response)
-    if messages[: len(prompt)] == list(prompt):
-        messages = messages[len(prompt) :]
+    for repeated in (prompt, unsplit):
+        if repeated is not None and messages[: len(repeated)] == repeated:
+            messages = messages[len(repeated) :]
+            break
     if not messages or messages[0]["role"] != "assistant":
         begins = (
             f"begins with a {messages[0]['role']!r} message"

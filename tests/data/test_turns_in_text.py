@@ -31,6 +31,7 @@ TURNS = [
     [
         (TEXT, TURNS, []),
         (USER[1:] + TEXT, TURNS, []),
+        ((USER[1:] + TEXT).replace("\n", "\r\n"), TURNS, []),
         (f"{TEXT}{ASSISTANT}a\n{USER}b", 5, []),
         ("Hi <extra_id_1>User", 1, []),
         (f"Hi{USER}Bye", 1, ["turn_marks"]),
@@ -79,3 +80,20 @@ def test_every_kind_of_data_reads_them_with_a_chat_template_and_keeps_them_in_pl
         messages = prompt.messages and [dict(message) for message in prompt.messages]
         assert messages == (TURNS if chat else None)
         assert ("extra_id" in prompt.text) != chat
+
+
+@pytest.mark.parametrize("repeated", [None, "text", "turns"])
+def test_responses_may_repeat_the_text_or_its_turns(repeated: str | None, tmp_path: Path) -> None:
+    """UltraFeedback's form has the prompt as the first message of both responses."""
+    before = {"text": [{"role": "user", "content": TEXT}], "turns": TURNS, None: []}[repeated]
+    sides = {
+        side: [*before, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")
+    }
+    tokenizer = published_tokenizer("chatml")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": TEXT, **sides}))
+    batch = load_batch(PreferenceDataConfig(sources=(str(path),)), tokenizer)
+    start, end = batch.offsets[:2].tolist()
+    expected: Any = tokenizer.apply_chat_template([*TURNS, sides["chosen"][-1]], tokenize=False)
+    assert tokenizer.decode(batch.tokens[start:end]) == expected.rstrip("\n")
+    assert tokenizer.decode(batch.tokens[batch.action_mask]) == "chosen<|im_end|>rejected<|im_end|>"

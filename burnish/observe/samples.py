@@ -172,15 +172,23 @@ def read_samples(run_dir: Path) -> list[dict[str, Any]]:
     return [row for _, path in sample_files(run_dir) for row in read_sample_file(path)]
 
 
-def read_sample_file(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of one sample file, or only the first ``limit``."""
+def read_sample_file(
+    path: Path, *, limit: int | None = None, max_bytes: float = math.inf
+) -> list[dict[str, Any]]:
+    """Return the rows of a sample file, or only the first ``limit``, or those of its first batches
+    that have ``max_bytes`` together."""
     rows: list[dict[str, Any]] = []
+    num_bytes = 0
     for batch in record_batches(path, limit, columns=SCHEMA.names):
         table = pa.Table.from_batches([batch])
         for field in SCHEMA:
             if field.name not in table.column_names:
                 table = table.append_column(field, pa.nulls(len(table), field.type))
-        rows += table.select(SCHEMA.names).cast(SCHEMA).to_pylist()
+        table = table.select(SCHEMA.names).cast(SCHEMA)
+        rows += table.to_pylist()
+        num_bytes += table.nbytes
+        if num_bytes >= max_bytes:
+            break
     return rows
 
 

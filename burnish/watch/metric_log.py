@@ -18,6 +18,7 @@ _MAX_METRICS = 1000
 _MAX_LINE = 8 << 20
 """Characters of the longest line that is parsed."""
 _BLOCK = 4 << 20
+_REMEMBERED = 4096
 _HEADLINE_VALUES = re.compile(
     b'"(%b)": (-?[0-9][0-9.eE+-]{0,30})[,}]' % b"|".join(re.escape(n).encode() for n in HEADLINES)
 )
@@ -49,7 +50,9 @@ class MetricLog:
         """Values of metrics beyond the first 1,000 names."""
         self._offset = 0
         self._last = b""
-        """The complete line before the offset."""
+        """The bytes before the offset, at most as many as of a usual line."""
+        self._skips = False
+        """Whether the offset is inside of a line that is too long."""
 
     def refresh(self) -> bool:
         """Read complete lines that were added; everything, if the file was replaced or rewritten.
@@ -74,9 +77,19 @@ class MetricLog:
         while block := file.read(_BLOCK):
             *complete, rest = (rest + block).split(b"\n")
             for line in complete:
-                self._offset += len(line) + 1
-                self._last = line + b"\n"
-                self._add(line)
+                self._advance(line + b"\n")
+                if self._skips:
+                    self.num_bad_lines += 1
+                else:
+                    self._add(line)
+                self._skips = False
+            if len(rest) > _MAX_LINE:
+                self._advance(rest)
+                self._skips, rest = True, b""
+
+    def _advance(self, text: bytes) -> None:
+        self._offset += len(text)
+        self._last = text[-_REMEMBERED:]
 
     def _add(self, line: bytes) -> None:
         entry = _entry(line)

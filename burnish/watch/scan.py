@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from burnish.data_files.arrow_files import READ_ERRORS
+from burnish.data_files.arrow_files import READ_ERRORS, record_batches
 from burnish.observe.samples import sample_files, split_of
 from burnish.watch.step_rows import finite, shortened
+from burnish.watch.texts import TextMatch
 
 MAX_HITS = 200
 _READERS = min(8, os.cpu_count() or 1)
@@ -25,7 +25,7 @@ _EVERY_S = 0.25
 """Seconds between two reports of progress."""
 _AROUND = 80
 _TEXTS = ("prompt", "response", "label", "episode")
-_SHOWN = ("sample_id", "step", "split", "prompt_id", "reward", "advantage", "response_tokens")
+_SHOWN = ("sample_id", "reward", "advantage", "response_tokens")
 
 
 def search(
@@ -35,7 +35,8 @@ def search(
     second, newest step first; the last one has ``"end"``: "complete", or "limit" after
     ``max_hits``.
 
-    ``how`` "text": samples with a text that contains ``text``, without regard to case. "prompt":
+    ``how`` "text": samples with a text (:func:`texts_of`) that contains ``text``, in upper or lower
+    case. "prompt":
     samples with exactly this prompt. Files that cannot be read are listed in ``"unreadable"``.
     """
     files = sample_files(folder)[::-1]
@@ -78,39 +79,40 @@ def _search(
 
 def _hits(path: Path, step: int, text: str, how: str) -> list[dict[str, Any]]:
     """Return the hits in a file."""
-    names = pq.read_schema(path).names
-    searched = [name for name in _TEXTS if name in names] if how == "text" else ["prompt"]
-    table = pq.read_table(path, columns=searched, use_threads=False)
-    masks = [_matches(table[name], text, how) for name in searched if name in table.column_names]
-    if not masks:
-        return []
-    mask = masks[0]
-    for other in masks[1:]:
-        mask = pc.or_(mask, other)
-    if not pc.any(mask).as_py():
-        return []
-    shown = [name for name in (*_SHOWN, *searched) if name in names]
-    rows = pq.read_table(path, columns=shown).filter(mask).to_pylist()
-    return [_hit(row, step, split_of(path), text, searched) for row in rows]
+    match, split = TextMatch(text), split_of(path)
+    hits = []
+    for batch in record_batches(path, columns=[*_SHOWN, *_TEXTS]):
+        mask = _candidates(batch, match, how)
+        for row in batch.filter(mask).to_pylist() if pc.any(mask).as_py() else ():
+            found = (row["prompt"], 0) if how == "prompt" else match.first(row)
+            if found is not None:
+                hits.append(_hit(row, step, split, *found, length=len(text)))
+    return hits
 
 
-def _matches(column: pa.ChunkedArray, text: str, how: str) -> pa.ChunkedArray:
-    column = column.cast(pa.string())
-    found = (
-        pc.equal(column, text)
-        if how == "prompt"
-        else pc.match_substring(column, text, ignore_case=True)
-    )
-    return pc.fill_null(found, False)
+def _candidates(batch: pa.RecordBatch, match: TextMatch, how: str) -> pa.BooleanArray:
+    """Return which rows may have the text. Those without it are left to :class:`TextMatch`."""
+    names = [name for name in _TEXTS if name in batch.schema.names]
+    if how == "prompt":
+        return pc.fill_null(pc.equal(batch["prompt"], match.text), False)
+    mask = pa.repeat(False, len(batch))
+    for name in names:
+        column, wanted = batch[name].cast(pa.string()), match.text
+        if name == "episode":
+            part = match.in_json()
+            if part is None:
+                mask = pc.or_(mask, pc.is_valid(column))
+                continue
+            wanted = part
+        found = pc.match_substring(column, wanted, ignore_case=True)
+        mask = pc.or_(mask, pc.fill_null(found, False))
+    return mask
 
 
 def _hit(
-    row: dict[str, Any], step: int, split: str, text: str, searched: list[str]
+    row: dict[str, Any], step: int, split: str, text: str, place: int, *, length: int
 ) -> dict[str, Any]:
-    texts = [str(row[name]) for name in searched if row.get(name) is not None]
-    found = next(((t, at) for t in texts if (at := t.casefold().find(text.casefold())) >= 0), None)
-    excerpt, at = found or (texts[0] if texts else "", 0)
-    begin = max(0, at - _AROUND)
+    begin = max(0, place - _AROUND)
     return {
         "sample": row.get("sample_id"),
         "step": step,
@@ -118,6 +120,6 @@ def _hit(
         "reward": finite(row.get("reward")),
         "advantage": finite(row.get("advantage")),
         "tokens": row.get("response_tokens"),
-        "excerpt": excerpt[begin : at + len(text) + _AROUND],
+        "excerpt": text[begin : place + length + _AROUND],
         "response": shortened(str(row.get("response") or "")),
     }

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from burnish.errors import BurnishError
+from burnish.watch.texts import TextMatch
 
 _SHORT = 400
 """Characters of a text in the list."""
-_CONDITION = re.compile(r"([^\s<>=!]+?)(<=|>=|!=|=|<|>)(\S+)")
+_WORD = re.compile(
+    r'(?P<name>"[^"]+"|[^\s<>=!"]+)\s*(?P<sign><=|>=|!=|=|<|>)\s*(?P<value>"[^"]*"|[^\s"]+)'
+    r'|(?P<text>"[^"]*"?|[^\s"]+)'
+)
+"""A condition, or a text: a word, or anything in quotes."""
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -23,8 +28,9 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_TEXTS = ("prompt", "response", "label")
-COLUMNS = ("reward", "advantage", "tokens", "finish", "version", "group", "sample", "dropped")
+_NAMES = ("finish", "sample", "dropped", "label")
+"""Columns of texts, which are compared as they are."""
+COLUMNS = ("reward", "advantage", "tokens", "version", "group", *_NAMES)
 """Columns of the list by which rows are sorted and filtered, beside ``parts.NAME``."""
 
 
@@ -53,40 +59,46 @@ class Condition:
 
 @dataclass(frozen=True)
 class Filter:
-    """Conditions and a text, all of which a row has to fulfill."""
+    """Conditions and texts, all of which a row has to fulfill."""
 
     conditions: tuple[Condition, ...]
-    text: str
+    texts: tuple[str, ...]
 
     def holds(self, row: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
         """Return whether a row, with the complete texts of its ``sample``, fulfills it."""
-        if not all(condition.holds(row) for condition in self.conditions):
-            return False
-        return not self.text or any(self.text in text.casefold() for text in texts_of(sample))
+        return all(condition.holds(row) for condition in self.conditions) and all(
+            TextMatch(text).first(sample) is not None for text in self.texts
+        )
 
 
 def parse_filter(query: str, columns: Sequence[str]) -> Filter:
-    """Return the filter of a query such as ``reward>0.5 finish=length some text``: words that are
-    conditions on ``columns``, and the rest, which is searched in texts without regard to case.
+    """Return the filter of a query such as ``reward>0.5 finish=length word "some words"``:
+    conditions on ``columns``, and texts.
 
-    Raises FilterError for an ordering (``<``) of a column by something that is not a number.
+    Raises FilterError for a condition on an unknown column, and for an ordering (``<``) by
+    something that is not a number.
 
-    >>> parse_filter("reward>0.5 two  words", ["reward"])
-    Filter(conditions=(Condition(column='reward', sign='>', value=0.5),), text='two words')
+    >>> parse_filter('reward > 0.5 "x=1" two', ["reward"])
+    Filter(conditions=(Condition(column='reward', sign='>', value=0.5),), texts=('x=1', 'two'))
     """
-    conditions, words = [], []
-    for word in query.split():
-        match = _CONDITION.fullmatch(word)
-        if match is None or match[1] not in columns:
-            words.append(word)
+    conditions: list[Condition] = []
+    texts: list[str] = []
+    for word in _WORD.finditer(query):
+        if word["text"] is not None:
+            texts.append(word["text"].strip('"'))
             continue
-        name, sign, text = match.groups()
+        name, sign, text = word["name"].strip('"'), word["sign"], word["value"].strip('"')
+        if name not in columns:
+            raise FilterError(
+                f"there is no column {name!r}; to search for the text, put it in quotes: "
+                f'"{word[0]}". Columns: {", ".join(columns)}'
+            )
         number = _number(text)
         if number is None and sign in ("<", ">", "<=", ">="):
-            raise FilterError(f"{word}: {text} is not a number")
-        is_name = name in ("finish", "sample", "dropped")
-        conditions.append(Condition(name, sign, text if number is None or is_name else number))
-    return Filter(tuple(conditions), " ".join(words).casefold())
+            raise FilterError(f"{word[0]}: {text} is not a number")
+        is_text = number is None or name in _NAMES
+        conditions.append(Condition(name, sign, text if is_text or number is None else number))
+    return Filter(tuple(conditions), tuple(filter(None, texts)))
 
 
 def _number(text: str) -> float | None:
@@ -95,11 +107,6 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def texts_of(sample: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a row of a sample file that are searched."""
-    return [str(sample[name]) for name in (*_TEXTS, "episode") if sample.get(name) is not None]
 
 
 def column_of(row: Mapping[str, Any], column: str) -> Any:

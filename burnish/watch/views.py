@@ -34,6 +34,8 @@ Parameters = Mapping[str, Sequence[str]]
 _MAX_RUNS = 20
 _POINTS = 2000
 _PER_PAGE = 64
+_MAX_BYTES = 128 << 20
+"""Decoded bytes of one sample file, beyond which its further samples are left out."""
 _LONGEST_TEXT = 1 << 20
 """Characters of a text that the page of a sample shows."""
 _TOKEN_METRICS = ("rollout/tokens", "train/tokens")
@@ -144,7 +146,7 @@ def _samples(run: Run, step: int, split: str) -> tuple[Path, list[dict[str, Any]
             "many are kept"
         )
     try:
-        return path, read_sample_file(path)
+        return path, read_sample_file(path, max_bytes=_MAX_BYTES)
     except READ_ERRORS as error:
         raise RequestError(f"{path.name} cannot be read: {error}; remove it") from error
 

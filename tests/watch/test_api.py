@@ -8,6 +8,8 @@ import shutil
 from urllib.parse import quote
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from watched_runs import events_of, log_step, serving, write_run, write_samples_of
 
@@ -78,7 +80,7 @@ def test_rows_of_a_step_are_filtered_and_sorted_by_any_column(served):
     assert samples("reward>0.5") == [1, 3]
     assert samples("parts.exact<1 tokens>=12") == [2]
     assert samples("finish=length") == [3]
-    assert samples("SAMPLE 2") == [2]  # words that are no condition
+    assert samples('"SAMPLE 2)"') == [2] and samples("step nothing") == []
     assert samples("", "tokens", "1") == [3, 2, 1, 0]
     assert samples("", "parts.exact") == [0, 2, 1, 3]
     assert get(served, "step", run="first", step=7, q="reward<many").status_code == 422
@@ -87,9 +89,59 @@ def test_rows_of_a_step_are_filtered_and_sorted_by_any_column(served):
     assert missing.status_code == 422 and "no samples of step 99" in missing.json()["error"]
 
 
-def test_a_condition_on_an_unknown_column_is_text():
-    found = parse_filter("lr=1 reward>0.5", ["reward"])
-    assert found.text == "lr=1" and len(found.conditions) == 1
+def test_conditions_are_written_with_spaces_and_quotes_and_unknown_columns_are_named(served):
+    found = parse_filter('"lr=1"  reward > 0.5 "parts.a b"<=2 word "open', ["reward", "parts.a b"])
+    assert found.texts == ("lr=1", "word", "open")
+    assert [(c.column, c.sign, c.value) for c in found.conditions] == [
+        ("reward", ">", 0.5),
+        ("parts.a b", "<=", 2.0),
+    ]
+    reply = get(served, "step", run="first", step=7, q="Reward>0")
+    assert reply.status_code == 422 and "there is no column 'Reward'" in reply.json()["error"]
+    assert get(served, "step", run="first", step=7, q="label=4").json()["found"] == 4
+
+
+def test_conversations_are_searched_by_what_is_said_in_them(tmp_path):
+    said = 'größer, 北京, he said "yes"\nline2 C:\\dir ' + "ß" * 200 + " NEEDLE"
+    turn = {"message": {"role": "assistant", "content": "ok"}, "answer": [], "problem": ""}
+    turn["answer"] = [{"role": "tool", "content": said}]
+    run = write_run(tmp_path / "run", num_steps=1)
+    path = run / "samples" / "step_000001.parquet"
+    rows = pq.read_table(path).to_pylist()
+    rows[2]["episode"] = json.dumps({"start": [], "turns": [turn], "environment_s": 1})
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with serving(tmp_path) as address:
+        for text in ("GRÖSSER", "größer", "北京", 'said "yes"', 'yes"\nline2', "C:\\dir", "needle"):
+            expected = 0 if text == "GRÖSSER" else 1
+            hits = found(address, run="run", text=text)[1]
+            assert len(hits) == expected, text
+            assert all(text.lower() in hit["excerpt"].lower() for hit in hits), text
+            query = '"' + text.replace('"', "") + '"'
+            if '"' not in text:
+                listed = get(address, "step", run="run", step=1, q=query).json()["found"]
+                assert listed == expected, text
+        for key in ("environment_s", "content"):
+            assert found(address, run="run", text=key)[1] == []
+
+
+def test_files_of_an_enormous_size_are_read_in_part(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=1)
+    rows = pq.read_table(run / "samples" / "step_000001.parquet").to_pylist()[:1] * 400
+    table = pa.Table.from_pylist(rows)
+    large = pa.array(["x" * (1 << 20)] * len(rows)).dictionary_encode()
+    table = table.set_column(table.schema.get_field_index("prompt"), "prompt", large)
+    pq.write_table(table, run / "samples" / "step_000001.parquet", compression="zstd")
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 2, "x": "' + b"y" * (20 << 20))
+    log = MetricLog(run)
+    for _ in range(2):
+        log.refresh()
+        assert list(log.steps) == [1]
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'"}\n{"step": 3, "time": 1790000000}\n')
+    assert log.refresh() and list(log.steps) == [1, 3] and log.num_bad_lines == 1
+    with serving(tmp_path) as address:
+        assert 0 < get(address, "step", run="run", step=1).json()["total"] < 400
 
 
 def test_a_sample_has_its_group_and_its_tokens(served):

@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from burnish.errors import BurnishError
 from burnish.json_text import json_value
@@ -26,8 +26,35 @@ TRAIN_FLAGS = ("train", "weight", "loss", "loss_mask")
 
 FINISH = "finish_reason"
 """Key of a message: why it ended."""
-CUT_REASONS = ("length", "max_tokens", "content_filter", "aborted")
-"""Reasons for the end of a response that its model did not end."""
+_REASONS = {
+    "stop": (
+        *(
+            "",
+            "stop",
+            "eos",
+            "eos_token",
+            "eos_token_id",
+            "stop_sequence",
+            "stop_token",
+            "stop_str",
+        ),
+        *("end_turn", "stop_token_ids", "tool_calls", "tool_call", "tool_use", "function_call"),
+        *("complete", "completed", "finished"),
+    ),
+    "length": (
+        *("length", "max_tokens", "max_output_tokens", "max_new_tokens", "max_length", "truncated"),
+        *("model_length", "incomplete", "model_context_window_exceeded"),
+    ),
+    "aborted": (
+        *("aborted", "abort", "cancelled", "canceled", "error", "failed", "timeout", "pause_turn"),
+        *("content_filter", "content_filtered", "safety", "recitation", "language", "blocklist"),
+        *("prohibited_content", "spii", "image_safety", "refusal", "repetition"),
+        *("malformed_function_call", "guardrail_intervened"),
+    ),
+}
+"""End of a response -> words for it of engines and APIs, in lower case: OpenAI, Anthropic, Gemini,
+Mistral, Bedrock, vLLM, SGLang, TGI. Its model ended only those in the first row."""
+_ENDS = {word: end for end, words in _REASONS.items() for word in words}
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of the reasoning of an answer. The first one is the canonical key."""
@@ -209,9 +236,27 @@ def without_flags(message: Message) -> dict[str, Any]:
     return {k: value for k, value in message.items() if k not in TRAIN_FLAGS and k != FINISH}
 
 
+def end_of(reason: Any) -> Literal["stop", "length", "aborted"] | None:
+    """Return the end of a response by its finish reason, in the words of any engine: ``stop`` if
+    there is none, None if it is unknown. Of an object, its ``type`` or ``reason`` counts.
+
+    >>> end_of("MAX_TOKENS"), end_of({"type": "stop", "matched": 2}), end_of(None), end_of("odd")
+    ('length', 'stop', 'stop', None)
+    """
+    if isinstance(reason, Mapping):
+        reason = reason.get("type") or reason.get("reason") or "?"
+    if reason is None:
+        return "stop"
+    if not isinstance(reason, str):
+        return None
+    word = reason.strip().lower().removeprefix("finishreason.")  # Gemini's enumeration as text
+    end: Any = _ENDS.get(word.replace("-", "_").replace(" ", "_"))
+    return cast(Literal["stop", "length", "aborted"] | None, end)
+
+
 def is_cut(message: Message) -> bool:
     """Return whether the message ends at a limit, not where the model ended it."""
-    return message.get(FINISH) in CUT_REASONS
+    return end_of(message.get(FINISH)) in ("length", "aborted")
 
 
 def calls_in_text(message: Message, text: str) -> dict[str, str]:
@@ -327,7 +372,7 @@ class AnsweredCalls(Generic[T]):
 def with_cut_end(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a conversation whose last answer was cut."""
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
-    return [{**m, FINISH: CUT_REASONS[0]} if i == last else dict(m) for i, m in enumerate(messages)]
+    return [{**m, FINISH: "length"} if i == last else dict(m) for i, m in enumerate(messages)]
 
 
 def is_blank(message: Message) -> bool:

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from burnish.chat_message import REASONING, Message, is_cut, roles_of, without_flags
+from burnish.chat_message import FINISH, REASONING, Message, is_cut, roles_of, without_flags
 from burnish.data.left_out import REFUSED, Field, check_rendering
 from burnish.data.messages import as_messages, as_rendered, trained_flags
-from burnish.data.notices import note
+from burnish.data.notices import known_end, note
 from burnish.data.pieces import check_embeddings, encode_piece, plain_ids
 from burnish.data.rendering import Tools, habits_of, render_text, with_reasoning_once
 from burnish.data.sources import DataError
@@ -123,6 +123,8 @@ def encode_conversation(
     """
     messages = as_messages(messages)
     learned = trained_turns(messages, trained_from=trained_from, only_last=only_last)
+    for number in learned:
+        known_end(messages[number].get(FINISH))
     cut = learned[-1] if is_cut(messages[learned[-1]]) else None
     if any(is_cut(messages[turn]) for turn in learned[:-1]):
         note(

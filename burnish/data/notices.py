@@ -11,6 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+
+from burnish.chat_message import end_of
+from burnish.transcript import FinishReason
 
 _log = logging.getLogger("burnish")
 
@@ -22,6 +26,19 @@ def note(kind: str, text: str) -> None:
     notes = _notes.get()
     if notes is not None:
         notes.setdefault(kind, text)
+
+
+def known_end(reason: Any) -> FinishReason:
+    """Return the end of a response by its finish reason. If it is unknown: ``stop``, with a
+    note."""
+    end = end_of(reason)
+    if end is None:
+        note(
+            "unknown_finish_reason",
+            f"the finish reason {reason!r:.60} is not known, so the response counts as ended by "
+            "the model; if a limit cut it, write length",
+        )
+    return end or "stop"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from burnish.chat_message import CUT_REASONS, MessageError, text_of, with_cut_end
+from burnish.chat_message import MessageError, text_of, with_cut_end
 from burnish.config.explain import nearest
 from burnish.config.forms import FUNCTIONS, SYSTEMS, unread_form
 from burnish.config.templates import TemplateError, fields_of
@@ -24,7 +24,7 @@ from burnish.data.config import DataConfig, RewardData
 from burnish.data.decoding import response_decoder, response_text
 from burnish.data.left_out import REFUSED, check_rendering
 from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
-from burnish.data.notices import note
+from burnish.data.notices import known_end, note
 from burnish.data.sources import DataError, Row
 from burnish.special_tokens import special_tokens
 from burnish.vocabulary import num_tokens
@@ -301,7 +301,8 @@ def is_cut(row: Row, key: str, field: str) -> bool:
     """Return whether the column ``key_finish_reason`` or ``finish_reason`` says that the response
     in column ``key``, which is set by the config key ``field``, was cut."""
     column_of_end = _written_beside(row, key, field, "finish_reason")
-    return row.values.get(column_of_end, row.values.get("finish_reason")) in CUT_REASONS
+    reason = row.values.get(column_of_end, row.values.get("finish_reason"))
+    return known_end(reason) != "stop"
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, row: EncodedRow) -> EncodedRow:

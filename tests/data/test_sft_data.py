@@ -18,10 +18,15 @@ from burnish.config import load_config
 from burnish.data.batches import BatchStream, load_batch
 from burnish.data.chat import encode_prompt
 from burnish.data.demonstrations.config import SFTDataConfig
+from burnish.data.forms import open_rows
+from burnish.data.notices import collecting
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.prompts.config import PromptDataConfig
 from burnish.data.prompts.encode import PromptStream
+from burnish.data.responses.config import ResponseDataConfig
+from burnish.data.responses.encode import ResponseEncoder
 from burnish.data.sources import DataError
+from burnish.data.stream import RowRef
 from burnish.types import Batch
 
 Tok = PreTrainedTokenizerFast
@@ -62,10 +67,22 @@ def test_a_prompt_and_a_response_are_trained_on_the_response_and_its_end(
     assert (batch.num_tokens, batch.num_sequences, batch.rows_per_unit) == (2, 1, 1)
 
 
-@pytest.mark.parametrize("reason", ["length", "content_filter", "stop", "tool_calls", None])
+CUT: tuple[Any, ...] = (
+    *("length", "content_filter", "MAX_TOKENS", "FinishReason.MAX_TOKENS", "model_length"),
+    *("abort", "aborted", "incomplete", "Length ", {"type": "length", "length": 5}),
+    {"reason": "max_output_tokens"},
+)
+ENDED: tuple[Any, ...] = (
+    *("stop", "STOP", "tool_calls", "end_turn", "eos_token", "", None),
+    {"type": "stop", "matched": 2},
+)
+UNKNOWN: tuple[Any, ...] = ("odd", 3, True, ["length"], {"kind": "length"}, {})
+
+
+@pytest.mark.parametrize("reason", [*CUT, *ENDED, *UNKNOWN], ids=str)
 @pytest.mark.parametrize("form", ["plain", "chat", "messages", "api_log"])
 def test_a_response_that_was_cut_is_trained_without_an_end_token(
-    form: str, reason: str | None, chars: Tok, jsonl: Jsonl
+    form: str, reason: Any, chars: Tok, jsonl: Jsonl, caplog: pytest.LogCaptureFixture
 ) -> None:
     choice = {"message": CHAT[1], "finish_reason": reason}
     row: dict[str, Any] = {
@@ -75,7 +92,19 @@ def test_a_response_that_was_cut_is_trained_without_an_end_token(
         "api_log": {"request": {"messages": CHAT[:1]}, "response": {"choices": [choice]}},
     }[form]
     text = trained(chars, one_row(chars, jsonl([row])))
-    assert text == ("2" if reason in ("length", "content_filter") else "2<|im_end|>")
+    assert text == ("2" if reason in CUT else "2<|im_end|>")
+    assert ("finish reason" in caplog.text) == any(reason is each for each in UNKNOWN)
+
+
+@pytest.mark.parametrize("reason", [*CUT, *ENDED, *UNKNOWN], ids=str)
+def test_the_job_score_reads_the_same_finish_reasons(reason: Any, chars: Tok, jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": "1+1=", "response": "2", "finish_reason": reason}])
+    config = ResponseDataConfig(sources=(path,))
+    (source,) = open_rows(config)
+    with collecting() as notes:
+        encoded = ResponseEncoder(config, chars).encode(source[0], RowRef("rows", 0, 0))
+    assert encoded.group.samples[0].is_cut == (reason in CUT)
+    assert ("unknown_finish_reason" in notes) == any(reason is each for each in UNKNOWN)
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,6 @@ def test_the_token_ids_of_a_row_are_taken_only_while_they_say_its_text(
         ({"prompt": "1+1="}, "no column 'response'"),
         ({"prompt": "1+1=", "response": 2}, "response_key.* has a int, and a response is a text"),
         ({"prompt": "1+1=", "response": None}, "'response' .*is empty here"),
-        (
-            {"prompt": "1+1=", "response": "2", "finish_reason": "eos"},
-            "'eos', which is none of stop, length, aborted; .*finish_reason_key=null",
-        ),
     ],
 )
 def test_a_row_that_cannot_be_scored_is_refused_before_anything_is(

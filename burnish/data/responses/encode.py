@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, cast, get_args
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +22,7 @@ from burnish.data.decoding import response_decoder, response_text
 from burnish.data.encoded import EncodedTable
 from burnish.data.episode_rows import TOKENS_TURNS, episode_of, sampled_row
 from burnish.data.messages import as_messages
+from burnish.data.notices import known_end
 from burnish.data.prompts.encode import PromptEncoder, check_label_key
 from burnish.data.prompts.generation import COLUMNS_OF_EPISODES, OWN_COLUMNS
 from burnish.data.rendering import Tools
@@ -197,14 +198,12 @@ class ResponseEncoder:
         optional = not self._config.is_own("finish_reason_key")
         if key is None or (optional and row.values.get(key) is None):
             return "stop"
-        value, known = row.values.get(key), get_args(FinishReason)
-        if value not in known:
+        if (value := row.values.get(key)) is None:
             raise DataError(
-                f"column {key!r} (finish_reason_key) has {value!r}, which is none of "
-                f"{', '.join(known)}; correct the column, or set data.finish_reason_key=null to "
-                "score every response as ended"
+                f"column {key!r} (finish_reason_key) is empty here; correct the column, or set "
+                "data.finish_reason_key=null to score every response as ended"
             )
-        return cast(FinishReason, value)
+        return known_end(value)
 
     def _response_ids(self, row: Row, prompt: Prompt, text: str, *, ended: bool) -> tuple[int, ...]:
         """Return the sampled ids if the row has them and they decode to ``text``; else the tokens

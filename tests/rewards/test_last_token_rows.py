@@ -28,6 +28,7 @@ from transformers import (
 from burnish.config.model import ModelConfig
 from burnish.data.chat import encode_prompt
 from burnish.data.pieces import encode_piece
+from burnish.data.sources import DataError
 from burnish.models.scalar_model import reset_head, scores_last_token
 from burnish.models.value_head import load_scalar_model
 from burnish.rewards.base import Reward, RewardInput
@@ -131,6 +132,13 @@ def test_a_conversation_that_cannot_be_rendered_follows_its_prompt(
     assert ids_of(whole, item) == [*ids_of(short, item), *newline]
     ids_of(whole, item)
     assert sum("cannot render" in message for message in caplog.messages) == 1
+    caplog.clear()
+    gemma = published_tokenizer("gemma")
+    encode = reward_encoder(gemma, tokenizer, "rm", to_last_token=True)
+    caplog.clear()
+    with pytest.raises(DataError, match="system"):
+        encode(item_of(tokenizer, [{"role": "system", "content": "S"}, *ASKED]))
+    assert not caplog.messages  # the prompt is at fault
 
 
 def test_plain_text_and_answers_that_were_cut_have_nothing_behind_them(

@@ -406,6 +406,9 @@ class RowEncoder:
         tools = list(answer.tools) if answer.tools else None
         try:
             prompt = self._rendered(answer.messages, tools, add_generation_prompt=True)
+        except DataError:  # raised again, or handled, where the prompt is encoded
+            return None
+        try:
             text = self._rendered([*answer.messages, answer.message], tools)
             if not text.startswith(prompt):
                 message = _with_opened_block(answer.message, prompt, tags_of(self.tokenizer))

@@ -20,6 +20,7 @@ from burnish.observe.samples import (
     read_sample_file,
     read_tokens,
     sample_files,
+    samples_of_step,
     samples_with_tokens,
     split_of,
 )
@@ -239,21 +240,23 @@ class Run:
                 raise RunFolderError(f"{path} cannot be read: {error}; remove it") from error
         return pd.DataFrame(rows)
 
-    def tokens(self, step: int, sample_id: str) -> pd.DataFrame:
+    def tokens(self, step: int, sample_id: str, *, split: str | None = None) -> pd.DataFrame:
         """Return the tokens of a sample, a row per token: ``token`` (text), ``id``, ``row``,
         ``turn``, ``mask``, ``version``, ``sampler_logprob``, ``trainer_logprob``, ``difference``
         (trainer minus sampler), ``ratio`` (its exponential), ``entropy``, ``advantage``,
         ``ref_logprob``, ``teacher_logprob`` and ``value``.
 
-        Numbers are NaN outside of the mask, and in columns that the run does not compute. Raises
-        RunFolderError if the step has no such sample with tokens, or if a file is damaged.
+        ``split``: that of the sample, as in :meth:`samples`. None: ``train`` if it has the sample,
+        else another; samples of files with one name can have equal ids. Numbers are NaN outside of
+        the mask, and in columns that the run does not compute. Raises RunFolderError if the step
+        has no such sample with tokens, or if a file is damaged.
         """
         import numpy as np
         import pandas as pd
 
         saved: list[str] = []
-        for at, path in sample_files(self.folder):
-            if at != step:
+        for name, path in samples_of_step(self.folder, step).items():
+            if split not in (None, name):
                 continue
             try:
                 columns = read_tokens(path, sample_id)
@@ -265,8 +268,8 @@ class Run:
             count = len(columns["tokens"])
             frame = pd.DataFrame(
                 {
-                    name: pd.Series(columns[column] or [None] * count, dtype=dtype)
-                    for name, (column, dtype) in _TOKEN_COLUMNS.items()
+                    key: pd.Series(columns[column] or [None] * count, dtype=dtype)
+                    for key, (column, dtype) in _TOKEN_COLUMNS.items()
                 }
             )
             difference = frame["trainer_logprob"] - frame["sampler_logprob"]

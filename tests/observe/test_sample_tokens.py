@@ -250,3 +250,14 @@ def test_a_run_gives_the_tokens_of_a_sample_as_a_data_frame(tmp_path: Path) -> N
     for step, name in ((3, "b"), (4, "a")):
         with pytest.raises(RunFolderError, match="samples_with_tokens"):
             load_run(tmp_path).tokens(step, name)
+    with pytest.raises(RunFolderError, match="samples_with_tokens"):
+        load_run(tmp_path).tokens(3, "a", split="eval")
+    other = token_table(
+        samples, batch, _texts(), trainer_logprobs=torch.full((5,), -0.75), entropies=None
+    )
+    write_samples(tmp_path, 3, [group], None, limit=9, split="eval", tokens=other)
+    logprobs = {
+        split: load_run(tmp_path).tokens(3, "a", split=split)["trainer_logprob"][2]
+        for split in (None, "train", "eval")
+    }
+    assert logprobs == {None: -0.5, "train": -0.5, "eval": -0.75}  # equal ids: train is first

@@ -36,7 +36,7 @@ COOKIE = "burnish_watch"
 _ASSETS: Mapping[str, tuple[str, str]] = {
     **{
         f"{name}.js": ("burnish.watch", "text/javascript")
-        for name in ("core", "runs", "run", "step", "tokens", "sample", "time", "main")
+        for name in ("core", "runs", "run", "step", "tokens", "sample", "time", "main", "login")
     },
     "watch.css": ("burnish.watch", "text/css"),
     "page.css": ("burnish.report", "text/css"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ _MAX_SPANS = 50_000
 
 
 def lanes_of(folder: Path) -> dict[str, Any] | None:
-    """Return ``{"lanes": [{"name", "busy_s", "spans": [[start, seconds], ...]}], "seconds",
-    "note"}`` of a run; None if it has no timeline yet.
+    """Return ``{"lanes": [{"name", "thread", "busy_s", "gap": [start, seconds], "spans": [[start,
+    seconds], ...]}], "seconds", "note"}`` of a run; None if it has no timeline yet.
 
     A lane is a role (rollout, train, ...) in a thread: the spans of one name that are not inside of
-    another span of the thread. Times are in seconds since the start. Raises RunFolderError if the
+    another span of the thread. ``gap``: the longest one. Times are in seconds since the first span
+    that is kept. Raises RunFolderError if the
     file is damaged.
     """
     path = folder / TIMELINE_FILE
@@ -48,26 +48,32 @@ def lanes_of(folder: Path) -> dict[str, Any] | None:
         raise RunFolderError(str(error)) from error
     except (*DAMAGE, RecursionError) as error:
         raise RunFolderError(f"{path} is not a timeline ({error}); remove it") from error
+    first = min((start for _, start, _, _ in spans), default=0.0)
     lanes: dict[tuple[int, str], list[list[float]]] = {}
     ends: dict[int, float] = {}
     for thread, start, length, name in sorted(spans, key=lambda span: (span[1], -span[2])):
-        if start + length > ends.get(thread, 0.0) or thread not in ends:
+        if start + length > ends.get(thread, -math.inf):
             ends[thread] = start + length
-            part = [round(start / 1e6, 6), round(length / 1e6, 6)]
+            part = [round((start - first) / 1e6, 6), round(length / 1e6, 6)]
             lanes.setdefault((thread, name), []).append(part)
+    seconds = (max(ends.values(), default=first) - first) / 1e6
     return {
-        "lanes": [_lane(name, thread, parts, threads) for (thread, name), parts in lanes.items()],
-        "seconds": max((ends_at for ends_at in ends.values()), default=0.0) / 1e6,
+        "lanes": [
+            _lane(name, threads.get(thread, str(thread)), parts, seconds)
+            for (thread, name), parts in lanes.items()
+        ],
+        "seconds": seconds,
         "note": note,
     }
 
 
-def _lane(
-    name: str, thread: int, parts: list[list[float]], threads: Mapping[int, str]
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "thread": threads.get(thread, str(thread)),
-        "busy_s": sum(length for _, length in parts),
-        "spans": parts,
-    }
+def _lane(name: str, thread: str, spans: list[list[float]], seconds: float) -> dict[str, Any]:
+    """Return a lane. Time in which several spans overlap is counted once."""
+    busy = end = 0.0
+    gap = [0.0, 0.0]
+    for start, length in [*spans, [seconds, 0.0]]:
+        if start - end > gap[1] + 1e-6:
+            gap = [round(end, 6), round(start - end, 6)]
+        busy += max(0.0, start + length - max(start, end))
+        end = max(end, start + length)
+    return {"name": name, "thread": thread, "busy_s": busy, "gap": gap, "spans": spans}

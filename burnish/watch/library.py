@@ -21,8 +21,8 @@ from burnish.runs.errors import RunFolderError
 from burnish.runs.folder import Run, find_runs
 from burnish.watch.metric_log import MetricLog, overview_of
 
-_KEPT_LOGS = 8
-"""Logs of metrics in memory."""
+_KEPT_LOGS = 24
+"""Logs of metrics in memory: more than can be compared."""
 _KEPT_PAGES = 4
 _SPARK = 60
 _WATCHED = (METRICS_FILE, END_FILE, LOG_FILE, CONFIG_FILE, MEMORY_JSON, TIMELINE_FILE, SAMPLES_DIR)
@@ -132,7 +132,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "job": run.job,
         "model": run.model,
         "step": overview.step,
-        "planned": planned if isinstance(planned, int) else None,
+        "planned": planned if type(planned) is int else None,
     }
     headline, values = overview.headline, overview.values
     if headline is not None:

@@ -63,5 +63,6 @@ def login_page(problem: str) -> str:
         '<form method="post" action="/login"><label for="token">Token of this server</label> '
         '<input id="token" name="token" type="password" autocomplete="current-password" required '
         'autofocus> <button type="submit">Open</button></form>'
+        '<script src="/assets/login.js"></script>'
     )
     return _PAGE.format(title="Burnish", body=shown + form)

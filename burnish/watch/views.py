@@ -66,8 +66,8 @@ def run_page(library: Library, parameters: Parameters) -> dict[str, Any]:
 
 def curves(library: Library, parameters: Parameters) -> dict[str, Any]:
     """Return a metric of several runs: ``{"metric", "metrics": names of all, "runs": [{"id",
-    "name", "x", "values"}]}``. ``x``: step, cumulative tokens, or seconds since the start. Without
-    a metric it is the headline of the runs."""
+    "name", "x", "values", "mean_of"}]}``. ``x``: step, cumulative tokens, or seconds since the
+    start. ``mean_of``: lines that a point averages. Without a metric it is the headline."""
     chosen = _runs(library, parameters)
     logs = [library.log(identifier) for identifier, _ in chosen]
     names = list(dict.fromkeys(name for log in logs for name in log.names()))
@@ -80,8 +80,8 @@ def curves(library: Library, parameters: Parameters) -> dict[str, Any]:
     for (identifier, _), name, log in zip(
         chosen, short_names([run for _, run in chosen]), logs, strict=True
     ):
-        x, values = _curve(log, metric, axis)
-        lines.append({"id": identifier, "name": name, "x": x, "values": values})
+        x, values, size = _curve(log, metric, axis)
+        lines.append({"id": identifier, "name": name, "x": x, "values": values, "mean_of": size})
     return {"metric": metric, "metrics": sorted(names), "x": axis, "runs": lines}
 
 
@@ -92,11 +92,12 @@ def _runs(library: Library, parameters: Parameters) -> list[tuple[str, Run]]:
     return [(identifier, library.run(identifier)) for identifier in identifiers]
 
 
-def _curve(log: MetricLog, metric: str, axis: str) -> tuple[list[float], list[float]]:
-    """Return at most :data:`_POINTS` points of a metric, means of neighbors."""
+def _curve(log: MetricLog, metric: str, axis: str) -> tuple[list[float], list[float], int]:
+    """Return at most :data:`_POINTS` points of a metric, means of neighbors, and the number of
+    neighbors."""
     column = log.columns.get(metric)
     if column is None:
-        return [], []
+        return [], [], 1
     xs = _axis(log, axis)
     points = [(xs[line], value) for line, value in zip(column.lines, column.values, strict=True)]
     points.sort(key=lambda point: point[0])
@@ -104,7 +105,7 @@ def _curve(log: MetricLog, metric: str, axis: str) -> tuple[list[float], list[fl
     groups = [points[i : i + stride] for i in range(0, len(points), stride)]
     x = [math.fsum(p[0] / len(group) for p in group) for group in groups]
     values = [math.fsum(p[1] / len(group) for p in group) for group in groups]
-    return x, values
+    return x, values, stride
 
 
 def _axis(log: MetricLog, axis: str) -> Sequence[float]:
@@ -148,7 +149,7 @@ def _samples(run: Run, step: int, split: str) -> tuple[Path, list[dict[str, Any]
     try:
         return path, read_sample_file(path, max_bytes=_MAX_BYTES)
     except READ_ERRORS as error:
-        raise RequestError(f"{path.name} cannot be read: {error}; remove it") from error
+        raise RequestError(f"{path.name} cannot be read: {error}") from error
 
 
 def step(library: Library, parameters: Parameters) -> dict[str, Any]:

@@ -164,6 +164,7 @@ def test_a_text_is_found_in_all_steps_newest_first(served):
 
 def test_the_same_prompt_is_found_at_other_steps(served):
     hits = found(served, run="first", how="prompt_of", step=7, text="train:1@7/0")[1]
+    assert "(step 59, sample 2)" in {hit["response"][-19:] for hit in hits}
     assert len(hits) == 120 and {hit["sample"].partition("@")[0] for hit in hits} == {"train:1"}
 
 
@@ -179,7 +180,10 @@ def test_damaged_files_are_named_and_the_rest_is_shown(served):
 def test_lanes_are_roles_with_their_gaps(served):
     data = get(served, "time", run="first").json()
     assert [lane["name"] for lane in data["lanes"]] == ["rollout", "train"]
-    assert data["lanes"][0]["spans"][:2] == [[0.0, 0.9], [2.0, 0.9]]
+    rollout, train = data["lanes"]
+    assert rollout["spans"][:2] == [[0.0, 0.9], [2.0, 0.9]]
+    assert rollout["busy_s"] == pytest.approx(54) and rollout["gap"] == [0.9, 1.1]
+    assert data["seconds"] == 119.9 and train["gap"] == [1.9, 1.1]
     assert get(served, "time", run="bare").json()["lanes"] == []
 
 

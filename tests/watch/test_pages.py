@@ -193,6 +193,14 @@ def test_a_hidden_page_shows_what_it_missed(page, tmp_path):
         assert page.evaluate("document.activeElement.textContent") == "run"
 
 
+def test_the_token_is_asked_for_and_the_link_is_kept(page, runs):
+    with serving(runs, token="secret-token") as address:
+        page.goto(f"{address}/#/step?run=first&step=7")
+        page.get_by_label("Token").fill("secret-token")
+        page.get_by_role("button", name="Open").click()
+        page.wait_for_selector("h1:has-text('Step 7')")
+
+
 def test_hostile_texts_stay_texts(page, served):
     for address in (
         "#/run?run=hostile",

@@ -10,7 +10,7 @@
     delete view.dataset.done;
     view.replaceChildren();
     Watch.live("");
-    const draw = Watch.views[name];
+    const draw = Object.hasOwn(Watch.views, name) ? Watch.views[name] : null;
     if (!draw) Watch.path(["Unknown page"]);
     try {
       if (!draw) throw new Error(`There is no page ${name}.`);

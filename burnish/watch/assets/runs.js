@@ -119,7 +119,8 @@
       return { name: run.name, metric: data.metric, values };
     });
     const labels = { step: "step", tokens: "tokens", time: "seconds" };
-    return { title: data.metric, unit: /_frac$|pass@|accuracy$/.test(data.metric) ? "fraction" : /_bytes$/.test(data.metric) ? "bytes" : "", note: "", log: false, bars: false, x: places, xLabel: labels[data.x], lines };
+    const note = data.runs.some((run) => run.mean_of > 1) ? `each point is the mean of up to ${Math.max(...data.runs.map((run) => run.mean_of))} entries` : "";
+    return { title: data.metric, unit: /_frac$|pass@|accuracy$/.test(data.metric) ? "fraction" : /_bytes$/.test(data.metric) ? "bytes" : "", note, log: false, bars: false, x: places, xLabel: labels[data.x], lines };
   }
 
   Watch.views.compare = async (view, params, scope) => {

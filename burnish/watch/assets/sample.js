@@ -36,7 +36,7 @@
             hits.push(...part.hits);
             hits.sort((a, b) => a.step - b.step || String(a.sample).localeCompare(String(b.sample)));
             list.replaceChildren(...hits.map((hit) => make("li", { class: "card" }, make("div", { class: "muted" }, `step ${number(hit.step)} · ${hit.split}`, hit.reward === null ? null : make("span", { class: `pill${tone(hit.reward)}` }, number(hit.reward))), make("a", { class: "text", href: link("sample", { run, step: hit.step, split: hit.split === "train" ? "" : hit.split, sample: hit.sample }) }, hit.response || "(empty)"))));
-            note.textContent = `${number(hits.length)} samples; ${number(part.done)} of ${number(part.files)} files`;
+            note.textContent = part.end === "limit" ? `the newest ${number(hits.length)} samples; older ones are not listed` : `${number(hits.length)} samples; ${number(part.done)} of ${number(part.files)} files`;
           },
         },
       });

@@ -29,15 +29,10 @@
 
     const threads = () => new Set(data.lanes.map((lane) => lane.thread));
     const title = (lane) => (threads().size > 1 ? `${lane.name} (${lane.thread})` : lane.name);
-    function gap(lane) {
-      let end = 0, longest = [0, 0];
-      for (const [start, length] of lane.spans) { if (start - end > longest[1]) longest = [end, start - end]; end = Math.max(end, start + length); }
-      return longest;
-    }
     function fill() {
       canvas.setAttribute("aria-label", `Lanes of time: ${data.lanes.map((lane) => `${title(lane)} busy ${Math.round((100 * lane.busy_s) / (data.seconds || 1))}%`).join(", ")}`);
       body.replaceChildren(...data.lanes.map((lane) => {
-        const [at, length] = gap(lane);
+        const [at, length] = lane.gap;
         return make("tr", {}, make("th", { scope: "row" }, title(lane)), make("td", { class: "num" }, `${number(lane.busy_s, 2)} s`), make("td", { class: "num" }, `${((100 * lane.busy_s) / (data.seconds || 1)).toFixed(1)}%`), make("td", { class: "num" }, number(lane.spans.length)), make("td", { class: "num" }, `${number(length, 2)} s at ${number(at, 1)} s`));
       }));
     }

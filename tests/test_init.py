@@ -127,6 +127,14 @@ def test_the_job_and_the_columns_follow_from_the_rows(form):
     assert check.exit_code == 0, check.output
 
 
+def test_a_path_is_written_as_it_is():
+    Path("a  # b").mkdir()
+    data = rows("a  # b/rows.jsonl", *[{"prompt": "a", "label": "b"}] * 4)
+    written("--data", data)
+    config = burnish.load_config(Path("new/recipe.yaml"))
+    assert config.data.sources[0].path == str(Path(data).resolve())
+
+
 def test_a_label_of_another_name_is_read_by_rl():
     written("--job", "rl", "--data", rows("rows.jsonl", *[{"prompt": "a", "answer": "b"}] * 4))
     assert burnish.load_config(Path("new/recipe.yaml")).data.label_key == "answer"
@@ -156,6 +164,7 @@ def test_what_would_not_run_is_refused_before_anything_is_written():
         ("new", "--data", "binary.jsonl"): "binary.jsonl:1",
         ("new", "--data", "none.jsonl"): "none.jsonl does not exist",
         ("new", "--data", odd): "foo",
+        ("new", "--data", rows("one.jsonl", {"prompt": "a", "label": "b"})): "has 1 row",
         ("new", "--data", odd, "--job", "rl"): "prompt_key",
         ("new", "--data", odd, "--job", "environment"): "--data has no effect",
         ("new", "--model", "./none"): "./none does not exist",

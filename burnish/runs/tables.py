@@ -23,8 +23,10 @@ from burnish.runs.folder import Run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 12
-_NARROW, _WIDE = 120, 240
-"""Columns of a narrow terminal, and of a table that no terminal shows."""
+_NARROWEST, _NARROW, _WIDE = 80, 120, 240
+"""Columns of the terminals that get a shorter table, and of a table that no terminal shows."""
+_COLUMNS = ("run", "state", "changed", "job", "model", "step", "headline")
+_LEAST = {"state": 8, "step": 7}
 _COLORS = {"running": "green", "failed": "red", "died": "red", "silent": "yellow"}
 
 
@@ -59,12 +61,11 @@ def console() -> Console:
 
 def runs_table(runs: Sequence[Run], folder: Path, *, width: int) -> Table:
     """Return a row per run: state, age of the last sign of life, job, model, step, headline. Runs
-    are named by their path in ``folder``. Below ``width`` 120, long texts are cut."""
-    table = Table(
-        *("run", "state", "changed", "job", "model", "step", "headline"),
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
+    are named by their path in ``folder``. Below ``width`` 120, long texts are cut; below 80, there
+    are no age, job and model."""
+    shown = _COLUMNS if width >= _NARROWEST else ("run", "state", "step", "headline")
+    heads = [Column(name, no_wrap=name == "step", min_width=_LEAST.get(name)) for name in shown]
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
     for run in runs:
         inside = run.folder.is_relative_to(folder) and run.folder != folder
         name = visible(str(run.folder.relative_to(folder) if inside else run.folder))
@@ -73,7 +74,8 @@ def runs_table(runs: Sequence[Run], folder: Path, *, width: int) -> Table:
         except (RunFolderError, OSError) as error:
             state = Text("unreadable", "red")
             cells = [state, *[Text()] * 4, Text(visible(str(error)))]
-        table.add_row(Text(name), *cells)
+        row = dict(zip(_COLUMNS, [Text(name), *cells], strict=True))
+        table.add_row(*(row[name] for name in shown))
     return table
 
 

@@ -52,6 +52,8 @@ def choice_for(data: str) -> str:
     """Return the first job that can use the rows of a file: preference for pairs, sft for
     demonstrations, rl for prompts. Raises DataError if none can."""
     row = _first_row(data)
+    if row is not None:
+        _held_out(data)  # (a single row is no reason to try another job)
     for choice in ("preference", "sft", "rl"):
         try:
             recipe_text(Answers(choice, TINY, data))
@@ -130,7 +132,8 @@ def _filled(answers: Answers, keys: Mapping[str, str], *, form: str = "", chat: 
     text = string.Template(_template(f"{answers.choice}.yaml")).safe_substitute(values)
     lines = [_aligned(line) for line in text.splitlines()]
     data = json.dumps(SAMPLE if answers.data is None else str(Path(answers.data).resolve()))
-    section = [_aligned(f"  sources: [{data}]" + f"  # {form}" * ("  # " not in data))]
+    source = f"  sources: [{data}]"
+    section = [source if "  # " in data else _aligned(f"{source}  # {form}")]
     section += [f"  {key}: {json.dumps(column)}" for key, column in keys.items()]
     if chat and starter.columns:
         section.append(_aligned(_CHAT.format(json.dumps(_has_template(answers.model)))))
@@ -143,8 +146,13 @@ _TINY_LIMITS = {"max_len": "2048", "response": "64"}
 
 
 def _held_out(data: str | None) -> str:
-    """Return a tenth of the rows, or 1 of fewer than ten."""
+    """Return a tenth of the rows, or 1 of fewer than ten. Raises ConfigError for a single row."""
     num_rows = None if data is None else FileSource(path=data).num_rows()
+    if num_rows is not None and num_rows < 2:
+        raise ConfigError(
+            f"{data} has {num_rows} row; a recipe needs one to train on and one to measure with: "
+            "give a file with two rows or more"
+        )
     return "0.1" if num_rows is None or num_rows >= 10 else "1"
 
 

@@ -4,6 +4,7 @@ commands that list and compare runs."""
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 import burnish
@@ -28,7 +30,7 @@ from burnish.observe.metrics import MetricsLog
 from burnish.runs.compare import metric_rows, recipe_difference, short_names
 from burnish.runs.errors import RunFolderError
 from burnish.runs.folder import find_runs, load_run
-from burnish.runs.tables import sparkline
+from burnish.runs.tables import runs_table, sparkline
 
 MakeRun = Callable[..., Path]
 
@@ -259,3 +261,15 @@ def test_metrics_are_plotted_with_those_of_other_runs(tmp_path):
     assert [panel.get_title() for panel in a.plot().axes] == ["reward/mean"]
     with pytest.raises(RunFolderError, match="no run has a metric that matches nothing"):
         a.plot("nothing")
+
+
+@pytest.mark.parametrize("width", [40, 79, 80, 119, 240])
+def test_a_table_of_runs_has_complete_numbers_at_every_width(tmp_path, width):
+    log = MetricsLog(tmp_path / "a" / "a_run_with_a_long_name")
+    for step in range(3):
+        log.log(step, {"reward/mean": 0.25 * step})
+    log.close()
+    screen = Console(width=width, file=io.StringIO(), legacy_windows=False)
+    screen.print(runs_table(find_runs(tmp_path), tmp_path, width=width))
+    text = screen.file.getvalue()
+    assert "0.500" in text and "ended" in text and ("changed" in text) == (width >= 80)

@@ -55,7 +55,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 _RUNS_EVERY_S, _RUN_EVERY_S = 2.0, 1.0
-_HEARTBEAT_S = 15.0
+_HEARTBEAT_S, _LOOK_EVERY_S = 15.0, 0.25
 _LONGEST_QUERY = 1000
 
 
@@ -197,7 +197,7 @@ class WatchApp:
         """Stream the table of runs: ``run`` with a row that is new or changed, ``gone`` with the
         identifier of a run that was removed, ``all`` after every look at all folders."""
         self._check(request)
-        return _stream(self._run_rows())
+        return self._stream(self._run_rows())
 
     async def _run_rows(self) -> AsyncIterator[tuple[str, Any]]:
         sent: dict[str, Any] = {}
@@ -219,7 +219,7 @@ class WatchApp:
         ``gone`` when it is removed."""
         self._check(request)
         identifier = request.query_params.get("run", "")
-        return _stream(self._changes(identifier))
+        return self._stream(self._changes(identifier))
 
     async def _changes(self, identifier: str) -> AsyncIterator[tuple[str, Any]]:
         last: object = None
@@ -256,7 +256,7 @@ class WatchApp:
         except (BurnishError, OSError) as error:
             raise HTTPException(_status(error), str(error)) from error
         found = search(run.folder, text, how="text" if how == "text" else "prompt")
-        return _stream(self._hits(found))
+        return self._stream(self._hits(found))
 
     async def _hits(self, found: Iterator[dict[str, Any]]) -> AsyncIterator[tuple[str, Any]]:
         loop = asyncio.get_running_loop()
@@ -265,6 +265,35 @@ class WatchApp:
             if part is None:
                 return
             yield "hits", part
+
+    def _stream(self, events: AsyncIterator[tuple[str, Any]]) -> Response:
+        """Return server-sent events, until the server ends. A comment is sent when there was none
+        for some seconds, so that a connection whose client is gone ends."""
+
+        async def lines() -> AsyncIterator[str]:
+            waiting: asyncio.Task[tuple[str, Any]] | None = None
+            last = time.monotonic()
+            try:
+                while not self.is_closing():
+                    waiting = waiting or asyncio.ensure_future(anext(events))
+                    done, _ = await asyncio.wait([waiting], timeout=_LOOK_EVERY_S)
+                    if not done:
+                        if time.monotonic() - last > _HEARTBEAT_S:
+                            last = time.monotonic()
+                            yield ": alive\n\n"
+                        continue
+                    try:
+                        name, content = waiting.result()
+                    except StopAsyncIteration:
+                        yield "event: end\ndata: null\n\n"
+                        return
+                    waiting, last = None, time.monotonic()
+                    yield f"event: {name}\ndata: {json.dumps(content, allow_nan=False)}\n\n"
+            finally:
+                if waiting is not None:
+                    waiting.cancel()
+
+        return StreamingResponse(lines(), media_type="text/event-stream", headers=_HEADERS)
 
 
 def _text(package: str, name: str) -> str:
@@ -296,30 +325,3 @@ async def _refusal(_: Request, error: Exception) -> Response:
     reply = _reply({"error": error.detail})
     reply.status_code = error.status_code
     return reply
-
-
-def _stream(events: AsyncIterator[tuple[str, Any]]) -> Response:
-    """Return server-sent events. A comment is sent when there was none for some seconds, so that a
-    connection whose client is gone ends."""
-
-    async def lines() -> AsyncIterator[str]:
-        waiting: asyncio.Task[tuple[str, Any]] | None = None
-        try:
-            while True:
-                waiting = waiting or asyncio.ensure_future(anext(events))
-                done, _ = await asyncio.wait([waiting], timeout=_HEARTBEAT_S)
-                if not done:
-                    yield ": alive\n\n"
-                    continue
-                try:
-                    name, content = waiting.result()
-                except StopAsyncIteration:
-                    yield "event: end\ndata: null\n\n"
-                    return
-                waiting = None
-                yield f"event: {name}\ndata: {json.dumps(content, allow_nan=False)}\n\n"
-        finally:
-            if waiting is not None:
-                waiting.cancel()
-
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=_HEADERS)

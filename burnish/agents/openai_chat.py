@@ -288,8 +288,9 @@ def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:
 
 
 def _read_keys(message: Mapping[str, Any]) -> Collection[str]:
-    is_answer = message.get("role") == "assistant"
-    return _MESSAGE_KEYS | _ANSWER_KEYS if is_answer else _MESSAGE_KEYS
+    if message.get("role") == "assistant":  # (answers have no names: sampled ones have none)
+        return (_MESSAGE_KEYS | _ANSWER_KEYS) - {"name"}
+    return _MESSAGE_KEYS
 
 
 def _read_message(node: Json) -> dict[str, Any]:

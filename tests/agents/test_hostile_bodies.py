@@ -415,12 +415,14 @@ def test_unread_keys_of_messages_are_named_and_each_key_of_reasoning_is_read() -
         {"role": "system", "content": "x", "functions": "[f]", "cache_control": {"type": "e"}},
         {"role": "assistant", "content": "y", "thinking": "t", "reasoning_content": ""},
         {"role": "assistant", "content": "y", "thinking": {"a": 1}, "annotations": [1]},
+        {"role": "assistant", "content": "y", "name": "researcher"},
         {"role": "user", "content": "z", "bad key": 1, "details": {"a": 1}, "reasoning": "no"},
     ]
     body = {**BODIES["/v1/chat/completions"], "messages": messages}
     call = DIALECTS["/v1/chat/completions"].read(body, max_messages=9)
     assert call.messages[1]["reasoning_content"] == "t"
-    unread = ("messages.details", "messages.functions", "messages.reasoning", "other")
+    of_messages = ("messages.details", "messages.functions", "messages.name", "messages.reasoning")
+    unread = (*of_messages, "other")
     assert call.ignored == unread
 
 

@@ -56,7 +56,10 @@ def explain(cls: type[Node], error: ValidationError, advice: Advice = lambda nam
         if e["type"] in ("too_short", "missing") and below:
             continue  # the list is only short because an item failed, which is reported
         if e["type"] == "literal_error" and paths.count(path) > 1:
-            continue  # a branch of a union, whose other branch names all values
+            # A branch of a union. Another branch names all values, or is the last of its literals.
+            later = [other for other, at in zip(errors, paths, strict=True) if at == path]
+            if later[-1] is not e or any(other["type"] != "literal_error" for other in later):
+                continue
         lines += _explain_one(cls, e, advice)
     return list(dict.fromkeys(lines))
 

@@ -28,15 +28,15 @@ def noisy(responses):  # draws random numbers, as a reward that samples would
 @pytest.fixture
 def same_results(measured: Callable[[Path], list[dict[str, Any]]]) -> Callable[..., None]:
     """``same_results(one, other, kind)`` asserts that two runs left the same output, metrics,
-    samples and files. What a run writes after its output is left out: a run that is killed in
-    between has none of it, or a temporary file of it."""
+    samples and files. The record of resumes is left out, and what a run writes after its output: a
+    run that is killed in between has none of it, or a temporary file of it."""
 
     def check(one: Path, other: Path, kind: str) -> None:
         assert (one / f"rows.{kind}").read_bytes() == (other / f"rows.{kind}").read_bytes()
         assert measured(one) == measured(other)
         assert read_samples(one) == read_samples(other)
         names = [{path.name for path in folder.iterdir()} for folder in (one, other)]
-        later = {"timeline.json", "memory.json", "memory.txt"}
+        later = {"timeline.json", "memory.json", "memory.txt", "resumes.jsonl"}
         differing = {re.sub(r"^\.(.*)\.\d+\.tmp$", r"\1", name) for name in names[0] ^ names[1]}
         assert differing <= later
 

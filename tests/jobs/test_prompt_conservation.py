@@ -124,7 +124,7 @@ def number_of(prompt: str) -> int:
 def ids_by_step(run_dir: Path) -> dict[int, Counter[str]]:
     """Step -> prompt id -> samples."""
     found: dict[int, Counter[str]] = defaultdict(Counter)
-    for sample in read_samples(run_dir):
+    for sample in (sample for sample in read_samples(run_dir) if sample["split"] == "train"):
         found[sample["step"]][sample["prompt_id"]] += 1
     return found
 

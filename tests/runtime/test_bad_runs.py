@@ -103,7 +103,7 @@ def test_groups_of_a_bad_reward_are_replaced_by_fresh_prompts_and_counted(
 
     config = rl("on_reward_failure.then=drop_group")
     result = burnish.run(config, rewards=picky)
-    trained = [s["prompt"] for s in read_samples(result.run_dir)]
+    trained = [s["prompt"] for s in read_samples(result.run_dir) if s["split"] == "train"]
     assert len(trained) == 2 * 16
     assert all(int(prompt[0]) % 2 == 0 for prompt in trained)
     lines = read_metrics(result.run_dir)
@@ -117,7 +117,7 @@ def test_groups_keep_distinct_ids_after_a_refill(rl: MakeConfig) -> None:
 
     config = rl("max_steps=1", "on_reward_failure.then=drop_group")
     samples = read_samples(burnish.run(config, rewards=picky).run_dir)
-    ids = {s["group_id"]: s["prompt_id"] for s in samples}
+    ids = {s["group_id"]: s["prompt_id"] for s in samples if s["split"] == "train"}
     assert sorted(ids) == [0, 1, 2, 3]
     assert len(set(ids.values())) == 4
 

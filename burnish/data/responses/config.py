@@ -19,8 +19,8 @@ class ResponseDataConfig(PromptDataConfig):
     response_key: str = "response"
     """Column with the response, a string."""
     finish_reason_key: str | None = "finish_reason"
-    """Column with the reason for the end of a response: ``stop``, ``length`` or ``aborted``, or
-    the word of another engine. The default column may be absent: ``stop``."""
+    """Column with ``stop``, ``length``, ``aborted`` or an engine's word. Default column absent:
+    ``stop``."""
 
     @property
     def answer_key(self) -> str:

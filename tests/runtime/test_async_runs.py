@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -383,6 +384,7 @@ def test_a_load_that_loses_a_rank_is_a_rollback_although_the_engine_then_fails_t
     def poll_or_fail(self: LocalRolloutEngine) -> list[Completion]:
         if broken.is_set():
             raise RuntimeError("the engine has no valid weights")
+        time.sleep(0.01)  # slower than training, so that requests are open at a load
         return poll(self)
 
     monkeypatch.setattr(LocalRolloutEngine, "load_weights", load_or_lose)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -235,8 +236,10 @@ def on_terminal(typed: str, folder: Path) -> tuple[int, str]:
         os.write(terminal, line.encode())
         text += b"\n"
     try:
-        while chunk := os.read(terminal, 4096):
-            text += chunk
+        # (An interrupt between the text of a question and its reading can be lost.)
+        while select.select([terminal], [], [], 5)[0] or os.write(terminal, typed[-1:].encode()):
+            if select.select([terminal], [], [], 0)[0]:
+                text += os.read(terminal, 4096)
     except OSError:  # closed
         pass
     os.close(terminal)

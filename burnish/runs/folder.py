@@ -211,16 +211,16 @@ class Run:
         """The metric by which the run is judged; None if it has none of the usual ones."""
         return next(iter(headlines(self.curves)), None)
 
-    def plot(self, *metrics: str, beside: Sequence[Run] = ()) -> Figure:
+    def plot(self, *metrics: str, others: Sequence[Run] = ()) -> Figure:
         """Return a matplotlib figure of metrics, a panel each: names or patterns (``reward/*``);
-        without any, the headlines. The runs ``beside`` are drawn too. In a notebook, the last line
+        without any, the headlines. The runs ``others`` are drawn too. In a notebook, the last line
         ``run.plot()`` of a cell shows it.
 
         Raises RunFolderError if no run has such a metric, and without matplotlib.
         """
         from burnish.runs.plot import plot_runs
 
-        return plot_runs([self, *beside], metrics)
+        return plot_runs([self, *others], metrics)
 
     def samples(self, *, step: int | None = None, split: str | None = None) -> pd.DataFrame:
         """Return the kept samples, of all steps or of one, and of all splits or of one (``train``,

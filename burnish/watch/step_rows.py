@@ -31,7 +31,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
 _NAMES = ("finish", "sample", "dropped", "label")
 """Columns of texts, which are compared as they are."""
 COLUMNS = ("reward", "advantage", "tokens", "version", "group", *_NAMES)
-"""Columns of the list by which rows are sorted and filtered, beside ``parts.NAME``."""
+"""Columns of the list by which rows are sorted and filtered, in addition to ``parts.NAME``."""
 
 
 class FilterError(BurnishError, ValueError):

@@ -254,7 +254,7 @@ def test_metrics_are_plotted_with_those_of_other_runs(tmp_path):
             log.log(step, {"reward/mean": slope * step, "reward/exact": 0.5, "train/loss": -slope})
         log.close()
     a, b = load_run(tmp_path / "a"), load_run(tmp_path / "b")
-    figure = a.plot("reward/*", beside=[b])
+    figure = a.plot("reward/*", others=[b])
     lines = {panel.get_title(): panel.get_lines() for panel in figure.axes}
     assert set(lines) == {"reward/mean", "reward/exact"}
     assert [list(line.get_ydata()) for line in lines["reward/mean"]] == [[0, 1, 2], [0, 2, 4]]

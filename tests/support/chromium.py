@@ -9,12 +9,12 @@ from typing import Any
 
 import psutil
 import pytest
+from playwright import sync_api
 
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Start the browser, which ``make test`` and ``.ci/run`` install. Fails the test without it."""
-    sync_api = pytest.importorskip("playwright.sync_api")
+    """Start the browser, which ``.ci/run`` installs. Fails the test without it."""
     names = ("chromium", "chromium-browser", "google-chrome")
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:

@@ -252,7 +252,7 @@ globalThis.BurnishSamples = (() => {
         visible.push(tr);
       }
       part.body.replaceChildren(...visible);
-      for (const tr of visible) { // a text that is shown whole needs no button
+      for (const tr of visible) { // a text that is shown completely needs no button
         const isShort = [...tr.querySelectorAll(".text")].every((node) => node.scrollHeight <= node.clientHeight + 1);
         if (isShort && !tr.querySelector(".more")?.textContent.includes("conversation")) tr.querySelector(".more")?.remove();
       }

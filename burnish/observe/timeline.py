@@ -6,6 +6,9 @@ summed, so the sums of one thread never exceed wall-clock time. Nested spans are
 
 Threads that work at the same time as the trainer's name their spans ``<lane>/<name>``, such as
 ``sampler/rollout``. Spans without a lane are the trainer's, and only those add up to its step.
+
+A worker process has a timeline of its own, which the controller empties (:meth:`Timeline.drain`)
+and adds to the trace of the run (:meth:`Timeline.add`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +44,16 @@ SCORING = "scoring"
 """Lane of the thread that scores meanwhile."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A finished span of another process."""
+
+    name: str
+    start: float
+    """Unix time in seconds, by the clock of the process's machine."""
+    seconds: float
+
+
 @dataclass(slots=True)
 class _Event:
     name: str
@@ -55,8 +68,8 @@ class _ThreadState(threading.local):
 
 
 class Timeline:
-    """Collects spans from any thread. Sums cover all spans; the trace keeps the newest
-    ``max_events``."""
+    """Collects spans from any thread. Sums cover all spans of this process; the trace keeps the
+    newest ``max_events`` of this process, and as many of all others together."""
 
     def __init__(self, *, max_events: int = 50_000, peaks: PhasePeaks | None = None) -> None:
         """Create an empty timeline. ``peaks`` measures memory in the outermost spans."""
@@ -65,6 +78,9 @@ class Timeline:
         self._newest: dict[int, _Event] = {}
         """Thread -> its newest event, which a joined span extends."""
         self._num_events = 0
+        self._others: deque[tuple[str, Span]] = deque(maxlen=max_events)
+        """Spans of other processes, each with the name of its process."""
+        self._num_others = 0
         self._since_collect: dict[str, float] = {}
         self._totals: dict[str, float] = {}
         self._thread = _ThreadState()
@@ -75,16 +91,16 @@ class Timeline:
         self._next_save = time.monotonic() + _SAVE_EVERY_S
 
     @contextmanager
-    def span(self, name: str, *, join: bool = False) -> Iterator[None]:
+    def span(self, name: str, *, join_s: float = 0.0) -> Iterator[None]:
         """Time the ``with`` block under ``name``, even if it raises. Spans may be nested. With
-        ``join``, the trace extends the previous span of this name in this thread if that ended less
-        than a millisecond ago."""
+        ``join_s``, the trace extends the previous span of this name in this thread if that ended
+        at most so many seconds ago."""
         start = self._enter(name)
         try:
             yield
         finally:
             end = self._leave(name, start)
-            self._add_event(name, start, end, join=join)
+            self._add_event(name, start, end, join_s=join_s)
 
     def collect(self) -> dict[str, float]:
         """Return seconds by name of outermost, finished spans of all threads since the last
@@ -92,6 +108,22 @@ class Timeline:
         with self._lock:
             collected, self._since_collect = self._since_collect, {}
         return collected
+
+    def drain(self) -> list[Span]:
+        """Return the newest spans, and remove them from the trace."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+            self._newest.clear()
+        behind = self._origin_unix - self._origin
+        return [Span(event.name, event.start + behind, event.seconds) for event in events]
+
+    def add(self, process: str, spans: Iterable[Span]) -> None:
+        """Add spans of another process to the trace. The sums do not contain them."""
+        with self._lock:
+            for span in spans:
+                self._others.append((process, span))
+                self._num_others += 1
 
     @property
     def totals(self) -> dict[str, float]:
@@ -107,38 +139,33 @@ class Timeline:
         """
         with self._lock:
             events, recorded = [replace(e) for e in self._events], self._num_events
+            others, recorded_others = list(self._others), self._num_others
             threads = dict(self._thread_names)
         pid = os.getpid()
-        named = [
-            {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-            for tid, name in threads.items()
+        # (Numbers that are no process ids of this machine: the others may be on another one.)
+        pids = {name: -1 - i for i, name in enumerate(dict.fromkeys(name for name, _ in others))}
+        labels = [
+            *(_label("thread_name", pid, tid, name) for tid, name in threads.items()),
+            *(_label("process_name", other, 0, name) for name, other in pids.items()),
         ]
         spans = [
-            {
-                "name": e.name,
-                "cat": "burnish",
-                "ph": "X",
-                "ts": round((e.start - self._origin) * 1e6, 1),
-                "dur": round(e.seconds * 1e6, 1),
-                "pid": pid,
-                "tid": e.thread,
-            }
-            for e in events
+            *(_trace_event(s, s.start - self._origin_unix, pids[name], 0) for name, s in others),
+            *(_trace_event(e, e.start - self._origin, pid, e.thread) for e in events),
         ]
-        left_out = recorded - len(events)
+        omitted = recorded - len(events) + recorded_others - len(others)
         note = (
-            f"the oldest {left_out} spans are omitted to bound memory"
-            if left_out
+            f"the oldest {omitted} spans are omitted to bound memory"
+            if omitted
             else "all spans are included"
         )
         other = {
-            "recorded_spans": recorded,
-            "left_out_spans": left_out,
+            "recorded_spans": recorded + recorded_others,
+            "left_out_spans": omitted,
             "note": note,
             "start_unix_s": round(self._origin_unix, 3),
             "totals_s": self.totals,
         }
-        trace = {"traceEvents": named + spans, "displayTimeUnit": "ms", "otherData": other}
+        trace = {"traceEvents": labels + spans, "displayTimeUnit": "ms", "otherData": other}
         write_text(Path(path), json.dumps(trace, allow_nan=False))
 
     def save_at_times(self, path: Path) -> None:
@@ -167,12 +194,12 @@ class Timeline:
                     sums[name] = sums.get(name, 0.0) + end - start
         return end
 
-    def _add_event(self, name: str, start: float, end: float, *, join: bool = False) -> None:
+    def _add_event(self, name: str, start: float, end: float, *, join_s: float = 0.0) -> None:
         thread = threading.get_ident()
         with self._lock:
-            last = self._newest.get(thread) if join else None
+            last = self._newest.get(thread) if join_s else None
             same = last is not None and last.name == name
-            if last is not None and same and start - last.start - last.seconds <= _JOIN_GAP_S:
+            if last is not None and same and start - last.start - last.seconds <= join_s:
                 last.seconds = end - last.start
                 return
             event = self._newest[thread] = _Event(name, start, end - start, thread)
@@ -209,6 +236,22 @@ class Timeline:
                 self._add_event(name, first, last)
             if isinstance(items, Generator):
                 items.close()
+
+
+def _label(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _trace_event(span: Span | _Event, start: float, pid: int, tid: int) -> dict[str, Any]:
+    return {
+        "name": span.name,
+        "cat": "burnish",
+        "ph": "X",
+        "ts": round(start * 1e6, 1),
+        "dur": round(span.seconds * 1e6, 1),
+        "pid": pid,
+        "tid": tid,
+    }
 
 
 def timed(obj: T, timeline: Timeline, names: Mapping[str, str]) -> T:
@@ -267,7 +310,7 @@ class Proxy:
 
 def _timed_method(obj: Any, method: str, timeline: Timeline, span: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with timeline.span(span, join=method in _JOINED):
+        with timeline.span(span, join_s=_JOIN_GAP_S if method in _JOINED else 0.0):
             # Looked up on each call, so that a method replaced on the object later is used.
             result = getattr(obj, method)(*args, **kwargs)  # house: ok proxy of any object
         return timeline._consume(span, result) if isinstance(result, Iterator) else result

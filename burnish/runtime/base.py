@@ -85,8 +85,9 @@ class Runtime(Protocol):
         ...
 
     def peaks(self) -> list[ProcessPeaks]:
-        """Return the peak memory of each process in each phase since the last call. Processes that
-        do not respond soon are left out."""
+        """Return the peak memory of each process in each phase since the last call, and add the
+        spans of other processes to the timeline. Processes that do not respond soon are left
+        out."""
         ...
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from burnish.distributed.process_group import (
 from burnish.host_copies import HostBuffers
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.memory import MemoryPeak, PhasePeaks
-from burnish.observe.timeline import Timeline
+from burnish.observe.timeline import Span, Timeline
 from burnish.runtime.heartbeat import start_heartbeat
 from burnish.runtime.inline import InlineRuntime
 from burnish.sync.base import Metrics, encode
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 Packed = dict[str, Any]
+_MAX_SPANS = 1000
+"""Newest spans that a worker keeps until they are collected, once per step."""
 NO_SPANS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -156,7 +158,7 @@ class Worker:
         """Store the arguments. ``policy``: the model whose tokenizer is used. Nothing is loaded
         here, because an exception in a constructor looks like a worker's death."""
         self.info, self.policy, self.precision = info, policy, precision
-        self.timeline = Timeline(max_events=1, peaks=PhasePeaks())
+        self.timeline = Timeline(max_events=_MAX_SPANS, peaks=PhasePeaks())
         torch.set_num_threads(info.threads)
 
     @cached_property
@@ -192,10 +194,11 @@ class Worker:
             ranks=ranks or RankGroup(),
         )
 
-    def peaks(self) -> dict[str, MemoryPeak]:
-        """Return the peak memory of this process in each phase since the last call."""
+    def usage(self) -> tuple[dict[str, MemoryPeak], list[Span]]:
+        """Return the peak memory of this process in each phase, and its spans, since the last
+        call."""
         assert self.timeline.peaks is not None
-        return self.timeline.peaks.collect()
+        return self.timeline.peaks.collect(), self.timeline.drain()
 
 
 class TrainWorker(Worker):

@@ -181,6 +181,46 @@ def test_the_trace_is_bounded_with_a_note_and_the_sums_are_exact(
     assert line.totals == pytest.approx({"train": 25.0})
 
 
+def test_spans_of_a_worker_are_in_the_trace_at_their_time_and_not_in_the_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker starts 100 s after the run, and its own clock counts from elsewhere."""
+    clocks = [Clock(), Clock()]
+    lines = []
+    for late, clock in zip((0.0, 100.0), clocks, strict=True):
+        clock.pass_(50 * late)
+        monkeypatch.setattr(timeline_module.time, "perf_counter", clock)
+        monkeypatch.setattr(timeline_module.time, "time", lambda late=late: 1e9 + late)
+        lines.append(Timeline(max_events=3))
+    run, worker = lines
+    for _ in range(5):
+        with worker.span("rollout", join_s=0.05):
+            clocks[1].pass_(2.0)
+        clocks[1].pass_(0.04)
+    with worker.span("sync"):
+        clocks[1].pass_(1.0)
+    run.add("rollout 0", worker.drain())
+    assert worker.drain() == []
+    with worker.span("rollout", join_s=0.05):
+        clocks[1].pass_(1.0)
+    run.add("rollout 0", worker.drain())
+    assert run.totals == {}
+    run.save(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    spans = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in _spans(tmp_path / "trace.json")]
+    assert spans == [
+        ("rollout", pytest.approx(100.0), pytest.approx(10.16)),
+        ("sync", pytest.approx(110.2), pytest.approx(1.0)),
+        ("rollout", pytest.approx(111.2), pytest.approx(1.0)),
+    ]
+    assert [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"] == ["rollout 0"]
+    run.add("rollout 0", [timeline_module.Span("a", 0.0, 1.0)])
+    run.save(tmp_path / "trace.json")
+    assert (
+        "oldest 1 spans" in json.loads((tmp_path / "trace.json").read_text())["otherData"]["note"]
+    )
+
+
 def test_spans_of_another_thread_do_not_nest_into_this_ones(clock: Clock) -> None:
     line = Timeline()
 

@@ -19,7 +19,9 @@ from burnish.jobs import rl as rl_job
 from burnish.observe.metrics import read_metrics
 from burnish.plan.oom import RunOutOfMemoryError, suggestions
 from burnish.plan.plan_vs_actual import MeasuredPeak, plan_vs_actual, plan_vs_actual_text
-from burnish.runtime.ray import cluster, worker_group
+from burnish.runtime.ray import runtime as ray_runtime
+from burnish.runtime.ray import worker_group
+from burnish.watch.lanes import lanes_of
 
 MakeConfig = Callable[..., JobConfig]
 Reward = Callable[[str], float]
@@ -191,6 +193,22 @@ def test_on_ray_every_worker_reports_and_out_of_memory_names_its_rank(
     assert ranks["policy", "checkpoint"] == 2 and ranks["controller", "controller"] == 1
     planned = {(line["role"], line["phase"]): line["host_planned"] for line in kept}
     assert planned["policy", "train"] and planned["rollout", "rollout"]
+    lanes = lanes_of(result.run_dir)
+    assert lanes is not None
+    spans = {
+        lane["name"]: [
+            (start, start + length)
+            for start, length, phase in lane["spans"]
+            if lanes["phases"][phase] in ("train", "rollout")
+        ]
+        for lane in lanes["lanes"]
+    }
+    for name, role in [("policy", "train"), ("rollout", "rollout")]:
+        for rank in (0, 1):
+            work = spans[f"{name} {rank}"]
+            assert work, "each worker has spans of its own"
+            for start, end in work:  # inside of a call of the controller, on one machine's clock
+                assert any(a - 0.1 <= start and end <= b + 0.1 for a, b in spans[role])
 
     plain = rl_job.policy_objective
 
@@ -207,7 +225,7 @@ def test_on_ray_every_worker_reports_and_out_of_memory_names_its_rank(
         return failing
 
     monkeypatch.setattr(rl_job, "policy_objective", made)
-    for module, limit in ((worker_group, "_OTHER_RANKS_S"), (cluster, "_PEAKS_S")):
+    for module, limit in ((worker_group, "_OTHER_RANKS_S"), (ray_runtime, "_USAGE_TIMEOUT_S")):
         monkeypatch.setattr(module, limit, 1.0)  # rank 0 waits for rank 1
     with pytest.raises(RunOutOfMemoryError) as raised:
         burnish.run(rl(*on_ray, f"run_dir={tmp_path / 'full'}"), rewards=reward)

@@ -49,9 +49,9 @@ def write_run(
         write_samples_of(folder, step, texts)
     log.close()
     spans = [
-        {"ph": "M", "tid": 1, "args": {"name": "MainThread"}},
+        {"ph": "M", "name": "thread_name", "pid": 7, "tid": 1, "args": {"name": "MainThread"}},
         *(
-            {"ph": "X", "tid": 1, "name": name, "ts": 1e6 * (2 * i + j), "dur": 0.9e6}
+            {"ph": "X", "pid": 7, "tid": 1, "name": name, "ts": 1e6 * (2 * i + j), "dur": 0.9e6}
             for i in range(num_steps)
             for j, name in enumerate(("rollout", "train"))
         ),

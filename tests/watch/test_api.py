@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from urllib.parse import quote
 
 import httpx
@@ -14,6 +15,8 @@ import pytest
 from watched_runs import events_of, log_step, serving, write_run, write_samples_of
 
 from burnish.observe.metrics import MetricsLog
+from burnish.observe.timeline import Span, Timeline
+from burnish.watch.lanes import lanes_of
 from burnish.watch.library import Library
 from burnish.watch.metric_log import MetricLog
 from burnish.watch.step_rows import parse_filter
@@ -181,10 +184,31 @@ def test_lanes_are_roles_with_their_gaps(served):
     data = get(served, "time", run="first").json()
     assert [lane["name"] for lane in data["lanes"]] == ["rollout", "train"]
     rollout, train = data["lanes"]
-    assert rollout["spans"][:2] == [[0.0, 0.9], [2.0, 0.9]]
+    assert rollout["spans"][:2] == [[0.0, 0.9, 0], [2.0, 0.9, 0]]
+    assert {span[2] for span in train["spans"]} == {1} and data["phases"] == ["rollout", "train"]
     assert rollout["busy_s"] == pytest.approx(54) and rollout["gap"] == [0.9, 1.1]
     assert data["seconds"] == 119.9 and train["gap"] == [1.9, 1.1]
     assert get(served, "time", run="bare").json()["lanes"] == []
+
+
+def test_a_worker_has_one_lane_with_its_phases(tmp_path):
+    line = Timeline()
+    with line.span("train"):
+        pass
+    began = time.time() + 1
+    for rank in range(11):
+        spans = [Span("train", began, 2.0), Span("inner", began, 0.5), Span("sync", began + 3, 1.0)]
+        line.add(f"policy {rank}", spans)
+    run = write_run(tmp_path / "run", num_steps=1)
+    line.save(run / "timeline.json")
+    data = lanes_of(run)
+    names = [lane["name"] for lane in data["lanes"]]
+    assert names == ["train", *(f"policy {rank}" for rank in range(11))]
+    worker = data["lanes"][-1]
+    assert [data["phases"][span[2]] for span in worker["spans"]] == ["train", "sync"]
+    assert worker["busy_s"] == pytest.approx(3.0) and worker["gap"][1] == pytest.approx(
+        1.0, abs=0.2
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,7 +342,7 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path):
         f' "reserved": null, "host_planned": 1{"0" * 400}, "host": 1}}]}}'
     )
     for damage in ('"ts": NaN', '"ts": 1e999', f'"ts": 1{"0" * 400}', '"tid": 1e999, "ts": 1'):
-        event = f'{{"ph": "X", "name": "a", "tid": 1, "dur": 1, {damage}}}'
+        event = f'{{"ph": "X", "name": "a", "pid": 1, "tid": 1, "dur": 1, {damage}}}'
         (run / "timeline.json").write_text(f'{{"traceEvents": [{event}]}}')
         with serving(tmp_path) as address:
             assert "good" in httpx.get(f"{address}/plain").text

@@ -19,6 +19,7 @@ from burnish.config.model import ModelConfig, PrecisionConfig
 from burnish.config.placement import PlacementGroupSpec
 from burnish.messages import library_text
 from burnish.observe.memory import ProcessPeaks
+from burnish.observe.timeline import Timeline
 from burnish.runtime.base import ClusterError, WorkerLostError
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
 from burnish.runtime.ray.connect import join_ray, start_ray
@@ -27,9 +28,6 @@ from burnish.runtime.worker import WorkerInfo
 from burnish.secret import is_secret
 
 log = logging.getLogger("burnish")
-
-_PEAKS_S = 10.0
-"""Timeout for the memory peaks of workers. Workers that exceed it are omitted."""
 
 
 @dataclass(frozen=True)
@@ -363,20 +361,13 @@ def _import_ray() -> Any:
     return ray
 
 
-def worker_peaks(ray: Any, groups: Iterable[tuple[str, Sequence[Any]]]) -> list[ProcessPeaks]:
-    """Return the peak memory of each worker in each phase since the last call. Only workers that
-    respond within :data:`_PEAKS_S` are included."""
-    collector = PeakCollector(ray)
-    for name, workers in groups:
-        collector.ask(name, workers)
-    return collector.collect(timeout_s=_PEAKS_S)
+class UsageCollector:
+    """Requests for the memory peaks and the spans of workers. Workers that are sampling answer
+    later."""
 
-
-class PeakCollector:
-    """Requests for the memory peaks of workers. Workers that are sampling answer later."""
-
-    def __init__(self, ray: Any) -> None:
-        self.ray = ray
+    def __init__(self, ray: Any, timeline: Timeline) -> None:
+        """``timeline`` gets the spans."""
+        self.ray, self.timeline = ray, timeline
         self._asked: dict[Any, tuple[str, int]] = {}
         """Reference to an answer -> group and rank of the worker."""
 
@@ -385,7 +376,7 @@ class PeakCollector:
         asked = set(self._asked.values())
         for rank, worker in enumerate(workers):
             if (name, rank) not in asked:
-                self._asked[worker.peaks.remote()] = name, rank
+                self._asked[worker.usage.remote()] = name, rank
 
     def collect(self, *, timeout_s: float = 0.0) -> list[ProcessPeaks]:
         """Return the answers after at most ``timeout_s``: the peak memory of each worker in each
@@ -394,11 +385,13 @@ class PeakCollector:
             return []
         ready, _ = self.ray.wait(list(self._asked), num_returns=len(self._asked), timeout=timeout_s)
         answers = [(self._asked.pop(ref), ref) for ref in ready]
-        return [
-            ProcessPeaks(*who, self.ray.get(ref))
-            for who, ref in answers
-            if failure(self.ray, ref) is None
-        ]
+        processes = []
+        for (name, rank), ref in answers:
+            if failure(self.ray, ref) is None:
+                peaks, spans = self.ray.get(ref)
+                self.timeline.add(f"{name} {rank}", spans)
+                processes.append(ProcessPeaks(name, rank, peaks))
+        return processes
 
 
 _FORWARDED_PREFIXES = ("DS_", "GLOO_", "HF_", "NCCL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_")

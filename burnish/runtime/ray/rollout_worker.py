@@ -27,6 +27,9 @@ per completion would cost it too much time. Completions that a dead worker did n
 again."""
 _SHORTEST_S = 0.02
 _LONGEST_S = 0.25
+_JOIN_S = 0.05
+"""Seconds between two answers that the timeline does not show: usually a message to the controller
+and back."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class RolloutWorker(Worker):
         begun = time.monotonic()
         shortest, longest = answer_seconds(self.info.size)
         finished: list[Completion] = []
-        with self.timeline.span("rollout"):
+        with self.timeline.span("rollout", join_s=_JOIN_S):
             self.engine.cancel(orders.cancel)
             self.engine.release(orders.release)
             for sampling, same in groupby(orders.submit, key=lambda order: order[1]):

@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +35,7 @@ from burnish.rollout.servers.engine import VllmServerEngine
 from burnish.runtime.base import SYNC_SPANS, WorkerLostError
 from burnish.runtime.inline import InlineRuntime
 from burnish.runtime.phases import Phases
-from burnish.runtime.ray.cluster import PeakCollector, RayCluster, worker_peaks
+from burnish.runtime.ray.cluster import RayCluster, UsageCollector
 from burnish.runtime.ray.environment_workers import start_remote_worker
 from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
 from burnish.runtime.ray.train_engine import BatchStore, RemoteTrainEngine
@@ -43,6 +43,10 @@ from burnish.runtime.ray.weight_sync import ray_sync
 from burnish.runtime.ray.worker_group import WorkerGroup
 from burnish.train.base import CRITIC_SPANS, POLICY_SPANS, HasLogprobs, TrainEngine
 from burnish.train.spec import EngineSpec
+
+_USAGE_TIMEOUT_S = 10.0
+"""Timeout for the memory peaks and spans of workers that do not sample. The answers of workers that
+exceed it come with those of the next call."""
 
 
 class RayRuntime:
@@ -72,7 +76,8 @@ class RayRuntime:
         self.rollouts: list[RemoteRolloutEngine] = []
         placed_model = model.with_absolute_paths()
         self.cluster = RayCluster(placed_model, config, placements=placements, precision=precision)
-        self._sampling = PeakCollector(self.cluster.ray)
+        self._waited_for = UsageCollector(self.cluster.ray, timeline)
+        self._sampling = UsageCollector(self.cluster.ray, timeline)
         """Asks workers that sample while the policy is trained."""
         self.batches = BatchStore(self.cluster.ray)
 
@@ -175,11 +180,15 @@ class RayRuntime:
 
     def peaks(self) -> list[ProcessPeaks]:
         """Return the peaks of all workers and of this process, whose phases are combined as
-        ``controller``. Workers that sample while the policy is trained are not waited for: their
-        peaks are those at the time of the previous call."""
-        groups: list[tuple[str, list[Any]]] = [(g.name, g.workers) for g in self.groups]
-        groups += [("rollout", rollout.workers) for rollout in self.rollouts if not rollout.staged]
-        of_workers = worker_peaks(self.cluster.ray, groups)
+        ``controller``, and add the spans of the workers to the timeline. Workers that sample while
+        the policy is trained are not waited for: their peaks and spans are those at the time of the
+        previous call."""
+        for group in self.groups:
+            self._waited_for.ask(group.name, group.workers)
+        for rollout in self.rollouts:
+            if not rollout.staged:
+                self._waited_for.ask("rollout", rollout.workers)
+        of_workers = self._waited_for.collect(timeout_s=_USAGE_TIMEOUT_S)
         of_workers += self._sampling.collect()
         for rollout in self.rollouts:
             if rollout.staged:

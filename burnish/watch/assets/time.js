@@ -27,8 +27,8 @@
     const table = make("table", { class: "grid" }, make("thead", {}, make("tr", {}, ["Lane", "Busy", "Share", "Spans", "Longest gap"].map((head, i) => make("th", { scope: "col", class: i ? "num" : null }, head)))), body);
     state.body.append(make("section", { class: "section" }, make("h2", {}, "Lanes"), make("div", { class: "controls free" }, button("+", "Zoom in", () => zoom(0.5)), button("−", "Zoom out", () => zoom(2)), button("All", "Show everything", () => { shown.from = 0; shown.to = data.seconds; draw(); }), tip), make("div", { class: "card lanes" }, canvas), make("p", { class: "hint" }, data.note), make("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Lanes" }, table)));
 
-    const threads = () => new Set(data.lanes.map((lane) => lane.thread));
-    const title = (lane) => (threads().size > 1 ? `${lane.name} (${lane.thread})` : lane.name);
+    const threads = () => new Set(data.lanes.map((lane) => lane.thread).filter(Boolean));
+    const title = (lane) => (lane.thread && threads().size > 1 ? `${lane.name} (${lane.thread})` : lane.name);
     function fill() {
       canvas.setAttribute("aria-label", `Lanes of time: ${data.lanes.map((lane) => `${title(lane)} busy ${Math.round((100 * lane.busy_s) / (data.seconds || 1))}%`).join(", ")}`);
       body.replaceChildren(...data.lanes.map((lane) => {
@@ -58,8 +58,8 @@
         const y = TOP + ROW * i;
         paint.fillStyle = color("--text");
         paint.fillText(title(lane), 8, y + ROW / 2, left() - 12);
-        paint.fillStyle = color("--accent");
-        for (const [start, length] of lane.spans) {
+        for (const [start, length, phase] of lane.spans) {
+          paint.fillStyle = color(`--c${phase % 8}`);
           if (start + length < shown.from || start > shown.to) continue;
           const begin = Math.max(left(), x(start)), end = Math.min(width, x(start + length));
           paint.fillRect(begin, y + 4, Math.max(1, end - begin), ROW - 8);
@@ -91,7 +91,7 @@
       if (drag !== null) { move(((drag - event.offsetX) / (canvas.clientWidth - left())) * (shown.to - shown.from)); drag = event.offsetX; return; }
       const lane = data.lanes[Math.floor((event.offsetY - TOP) / ROW)], at = seconds(event);
       const span = lane?.spans.find(([start, length]) => start <= at && at <= start + length);
-      tip.textContent = span ? `${title(lane)}: ${number(span[1], 4)} s from ${number(span[0], 3)} s` : lane ? `${title(lane)}: idle at ${number(at, 3)} s` : "";
+      tip.textContent = span ? `${title(lane)}: ${data.phases[span[2]] === lane.name ? "" : `${data.phases[span[2]]}, `}${number(span[1], 4)} s from ${number(span[0], 3)} s` : lane ? `${title(lane)}: idle at ${number(at, 3)} s` : "";
     });
     const watcher = new ResizeObserver(draw);
     watcher.observe(canvas);

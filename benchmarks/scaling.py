@@ -37,13 +37,14 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.driver.base import rare_garbage_collection
 from burnish.observe.memory import MemoryPeak, peak_metrics
+from burnish.observe.timeline import Span, Timeline
 from burnish.rewards.base import RewardInput
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import Completion, Sampling, VersionSpan
 from burnish.rollout.local.config import LocalEngine
 from burnish.rollout.runner import Runner
 from burnish.runtime.heartbeat import HeartbeatMonitor, HeartbeatRegistry
-from burnish.runtime.ray.cluster import worker_peaks
+from burnish.runtime.ray.cluster import UsageCollector
 from burnish.runtime.ray.rollout_engine import RemoteRolloutEngine
 from burnish.runtime.ray.rollout_worker import Orders, answer_seconds
 from burnish.runtime.worker import pack_share
@@ -105,9 +106,10 @@ class SimulatedWorker:
     def receive_snapshot(self, *_: Any, **__: Any) -> None:
         """Do nothing: there is no model."""
 
-    def peaks(self) -> dict[str, MemoryPeak]:
-        """Return the memory peaks of its two phases."""
-        return {"rollout": MemoryPeak(1e9, 2e9, 3e9), "rollout_sync": MemoryPeak(1e9, 2e9, 3e9)}
+    def usage(self) -> tuple[dict[str, MemoryPeak], list[Span]]:
+        """Return the memory peaks and the spans of its two phases."""
+        names = ("rollout", "rollout_sync")
+        return {n: MemoryPeak(1e9, 2e9, 3e9) for n in names}, [Span(n, 1e9, 1.0) for n in names]
 
     def heartbeat(self, *_: Any) -> tuple[str, int]:
         """Is always there."""
@@ -162,7 +164,7 @@ class FakeRay:
     def actor(self, worker: SimulatedWorker) -> Any:
         """A handle whose methods have ``remote``."""
         kind = SimulatedWorker
-        plain = (kind.build, kind.receive_snapshot, kind.heartbeat, kind.peaks)
+        plain = (kind.build, kind.receive_snapshot, kind.heartbeat, kind.usage)
         methods = {m.__name__: SimpleNamespace(remote=_called(m, worker)) for m in plain}
         advance = SimpleNamespace(remote=lambda orders: self._advance(worker, orders))
         return SimpleNamespace(advance=advance, **methods)
@@ -262,8 +264,13 @@ def step(engine: RemoteRolloutEngine, clock: Clock, args: argparse.Namespace) ->
     clock.stage("four minibatches, to the ranks", send_minibatches)
     few = [("weight", torch.zeros(1))]  # the bytes are the ranks' work
     clock.stage("weights announced", lambda: engine.load_weights(1, few))
-    asked = [("rollout", engine.workers)]
-    clock.stage("memory peaks", lambda: peak_metrics(worker_peaks(engine.cluster.ray, asked)))
+
+    def collect_usage() -> None:
+        collector = UsageCollector(engine.cluster.ray, Timeline())
+        collector.ask("rollout", engine.workers)
+        peak_metrics(collector.collect(timeout_s=10))
+
+    clock.stage("memory peaks", collect_usage)
 
 
 def connect(clock: Clock, workers: int, args: argparse.Namespace) -> SimulatedCluster:
@@ -303,7 +310,7 @@ def _hosted(process: Any, index: int) -> Any:
         build=process.build,
         receive_snapshot=process.receive_snapshot,
         heartbeat=process.heartbeat,
-        peaks=process.peaks,
+        usage=process.usage,
         advance=advance,
     )
 

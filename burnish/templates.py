@@ -10,13 +10,15 @@ outside :func:`render_chat` have no budget and are unchanged.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from datetime import datetime
 from functools import cache, update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from jinja2 import nodes, pass_context
 from jinja2.meta import find_undeclared_variables
@@ -50,7 +52,7 @@ from burnish.template_charges import (
 if TYPE_CHECKING:  # recipes are checked without transformers
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TemplateLimitError", "render_chat", "variables", "with_defaults"]
+__all__ = ["TemplateLimitError", "of_conversation", "render_chat", "variables", "with_defaults"]
 
 MAX_TEMPLATE_CHARS = 1 << 20
 """Longest template. Published templates have up to about 30,000 characters."""
@@ -65,6 +67,41 @@ _UNBOUNDED = frozenset({"translate"})
 _PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"})
 
 
+_TOOL_USE = "tool_use"
+_LISTED = "{%- if not tools %}{% set tools = [] %}{% endif %}\n"
+"""Beginning of the template for tools: it loops over them, also if a conversation shows none."""
+_selected: WeakKeyDictionary[PreTrainedTokenizerBase, dict[str, PreTrainedTokenizerBase]] = (
+    WeakKeyDictionary()
+)
+
+
+def of_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Iterable[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with the template of a conversation, if its templates have names:
+    ``tool_use`` if tools are shown or messages have tool calls or results, else ``default``.
+
+    Whoever renders the beginning of a conversation, too, renders it with the result: the beginning
+    alone may have no call. The result is for rendering only; other modules know facts about
+    ``tokenizer`` itself.
+    """
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        return tokenizer
+    calls = tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
+    name = _TOOL_USE if calls and _TOOL_USE in templates else "default"
+    if name not in templates:
+        return tokenizer  # transformers raises an error with the names
+    text = _LISTED + templates[name] if name == _TOOL_USE else templates[name]
+    known = _selected.setdefault(tokenizer, {})
+    if name not in known or known[name].chat_template != text:
+        known[name] = copy(tokenizer)
+        known[name].chat_template = text
+    return known[name]
+
+
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
@@ -72,12 +109,14 @@ def render_chat(
     today: datetime | None = None,
     **options: Any,
 ) -> str:
-    """Return the text of ``tokenizer.apply_chat_template``. ``today``: date for templates that
-    write one; None is :func:`current_date`.
+    """Return the text of ``tokenizer.apply_chat_template``, of several templates with that of
+    :func:`of_conversation`. ``today``: date for templates that write one; None is
+    :func:`current_date`.
 
     Raises jinja2.TemplateError as that method does, and TemplateLimitError if the template is too
     large or exceeds its budget.
     """
+    tokenizer = of_conversation(tokenizer, messages, options.get("tools"))
     templates = tokenizer.chat_template
     for text in templates.values() if isinstance(templates, dict) else [templates]:
         if len(text or "") > MAX_TEMPLATE_CHARS:

@@ -24,6 +24,7 @@ from burnish.data.thoughts import Thought
 from burnish.data.turns import locate_turns
 from burnish.data.unread import note_flags
 from burnish.special_tokens import end_token_ids, special_tokens, turn_end_ids, turn_length
+from burnish.templates import of_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,10 +64,10 @@ def encode_prompt(
     if not isinstance(prompt, str) or apply_chat_template:
         messages = as_messages(prompt, system_prompt=system_prompt)
         check_prompt(messages)
-        messages = as_rendered(messages)
-        messages = with_reasoning_once(tokenizer, messages, tools)
-        check_rendering(tokenizer, messages, tools, system_prompt=system_prompt, refused=refused)
-        text = render_text(tokenizer, messages, add_generation_prompt=True, tools=tools)
+        written = of_conversation(tokenizer, messages, tools)
+        messages = with_reasoning_once(written, as_rendered(messages), tools)
+        check_rendering(written, messages, tools, system_prompt=system_prompt, refused=refused)
+        text = render_text(written, messages, add_generation_prompt=True, tools=tools)
         return text, encode_piece(tokenizer, text)
     if system_prompt is not None:
         raise DataError(
@@ -133,8 +134,9 @@ def encode_conversation(
             "on, so it is trained with the end that the template writes; set train: false on it",
         )
     bare = [without_flags(message) for message in as_rendered(messages)]
-    bare = with_reasoning_once(tokenizer, bare, tools)
-    check_rendering(tokenizer, bare, tools, refused=refused)
+    written = of_conversation(tokenizer, messages, tools)
+    bare = with_reasoning_once(written, bare, tools)
+    check_rendering(written, bare, tools, refused=refused)
     if not tools and any(bare[turn].get("tool_calls") for turn in learned):
         note(
             "calls_without_tools",
@@ -142,13 +144,13 @@ def encode_conversation(
             "tools or functions), so its prompt does not offer any; name the column with the "
             "tools, unless they are described in a message",
         )
-    bare = _without_own_end(tokenizer, bare, tools)
+    bare = _without_own_end(written, bare, tools)
     answers = [bare[turn] for turn in learned]
-    _check_answers(tokenizer, answers, tools, refused)
+    _check_answers(written, answers, tools, refused)
     text, located = locate_turns(
-        *(tokenizer, bare, learned, tools), is_cut=cut is not None, may_choose=not trained_from
+        *(written, bare, learned, tools), is_cut=cut is not None, may_choose=not trained_from
     )
-    tags = habits_of(tokenizer, tools).tags
+    tags = habits_of(written, tools).tags
     for number, turn in zip(learned, located, strict=True):
         content = Thought.of(bare[number], tags).text
         if content and "tool_calls" in bare[number] and content not in text[turn.begin : turn.end]:

@@ -20,6 +20,7 @@ from burnish.data.rendering import Habits, Tools, habits_of, render_text
 from burnish.data.sources import DataError
 from burnish.data.thoughts import end_of_reasoning, marked_parts
 from burnish.reasoning_tags import Tags
+from burnish.templates import of_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,10 +45,12 @@ REFUSED: frozenset[Field] = frozenset(
     }
 )
 """Fields that may not be left out of training data."""
-REFUSED_IN_EPISODES: frozenset[Field] = frozenset({"content"})
-"""Fields that may not be left out of a running episode. The policy may write text with tool
-calls, and a tool format may be described in the system prompt, with calls that the template does
-not render."""
+REFUSED_IN_PROMPTS: frozenset[Field] = frozenset({"content", "tool calls"})
+"""Fields that may not be left out of the prompt of an episode or of a request. The policy may write
+text with tool calls, which many templates leave out."""
+REFUSED_BEHIND_TURNS: frozenset[Field] = frozenset({"content"})
+"""Fields that may not be left out of messages behind a turn that is kept as tokens. A tool format
+may be described in the system prompt, with calls that the template does not render."""
 _Shape = tuple[str, bool, tuple[bool, ...], bool, tuple[str, ...]]
 _Sequence = tuple[str, tuple[_Shape, ...], bool]
 _LeftOut = tuple[tuple[Field, str], ...]
@@ -72,7 +75,8 @@ def check_rendering(
     (role and fields). ``refused``: the fields that are checked; messages of a running episode may
     contain text that the policy wrote with tool calls, which many templates leave out.
     """
-    habits, messages = habits_of(tokenizer, tools), as_rendered(messages)
+    tokenizer, messages = of_conversation(tokenizer, messages, tools), as_rendered(messages)
+    habits = habits_of(tokenizer, tools)
     for field, role in _fields_left_out(tokenizer, messages, tools, habits.tags):
         if field == "tools":
             note("tools_ignored", _TOOLS_IGNORED)
@@ -95,6 +99,7 @@ def check_rendering(
 def renders_tools(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> bool:
     """Return whether the chat template shows descriptions of tools to the model."""
     question = [{"role": "user", "content": "Go."}]
+    tokenizer = of_conversation(tokenizer, question, tools)
     left_out = _fields_left_out(tokenizer, question, tools, habits_of(tokenizer, tools).tags)
     return all(field != "tools" for field, _ in left_out)
 
@@ -103,8 +108,8 @@ def _left_out_error(field: Field, role: str, system_prompt: str | None, tags: Ta
     if field == "tool calls":
         return DataError(
             f"the chat template leaves out the tool calls of the role {role!r}, so the model "
-            "would be trained on an answer without them. Set model.chat_template to a template "
-            "that renders tool calls, or write the calls as text into the content"
+            "would see, or be trained on, an answer without them. Set model.chat_template to a "
+            "template that renders tool calls, or write the calls as text into the content"
         )
     if field == "text with tool calls":
         return DataError(

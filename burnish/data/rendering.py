@@ -27,7 +27,7 @@ from burnish.data.notices import note
 from burnish.data.sources import DataError
 from burnish.data.thoughts import text_behind_repeated, with_reasoning_key, without_channels
 from burnish.reasoning_tags import REASONING_TAGS, THINK, BlockState, Tags, split_channels
-from burnish.templates import render_chat
+from burnish.templates import of_conversation, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +49,7 @@ def render_text(
     Raises DataError if there is no chat template, or if it rejects the conversation.
     """
     messages = with_names_of_calls(messages)
+    tokenizer = of_conversation(tokenizer, messages, tools)
     if tools or any(_has_forms(message) for message in messages):
         habits = habits_of(tokenizer, tools)
         messages = habits.adapted(messages)
@@ -237,7 +238,7 @@ def with_reasoning_once(
     messages = [_without_channels(message) for message in messages]
     if not any(REASONING[0] in message for message in messages):
         return messages
-    habits = habits_of(tokenizer, tools)
+    habits = habits_of(of_conversation(tokenizer, messages, tools), tools)
     return [habits.with_reasoning_once(message) for message in messages]
 
 

@@ -27,6 +27,7 @@ from burnish.data.messages import as_messages, as_tools, parsed, without_nulls
 from burnish.data.notices import known_end, note
 from burnish.data.sources import DataError, Row
 from burnish.special_tokens import special_tokens
+from burnish.templates import of_conversation
 from burnish.vocabulary import num_tokens
 
 if TYPE_CHECKING:
@@ -392,7 +393,8 @@ def _text_row(
     unsplit = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
     answer = _answer(response, row_messages, unsplit)
     before = as_messages(row_messages, system_prompt=exchange.system)
-    check_rendering(tokenizer, before, exchange.tools, system_prompt=exchange.system)
+    written = of_conversation(tokenizer, [*before, *answer], exchange.tools)
+    check_rendering(written, before, exchange.tools, system_prompt=exchange.system)
     return token_row(
         *encode_conversation(
             tokenizer,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from burnish.data.chat import encode_conversation
-from burnish.data.left_out import REFUSED_IN_EPISODES
+from burnish.data.left_out import REFUSED_BEHIND_TURNS
 from burnish.data.sources import DataError
 from burnish.episodes.parsing import ParsedMessage
 from burnish.reasoning_tags import Tags
@@ -206,7 +206,7 @@ def reads_rendered_call(
     messages = [user("Go."), assistant("", tool_calls=[rendered])]
     try:
         ids, mask = encode_conversation(
-            tokenizer, messages, tools=TOOLS, refused=REFUSED_IN_EPISODES
+            tokenizer, messages, tools=TOOLS, refused=REFUSED_BEHIND_TURNS
         )
     except DataError:
         return True

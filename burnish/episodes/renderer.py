@@ -27,7 +27,7 @@ from burnish.data.decoding import (
     text_behind,
     tokenizer_text,
 )
-from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
+from burnish.data.left_out import REFUSED_IN_PROMPTS
 from burnish.data.messages import as_messages, as_rendered
 from burnish.data.pieces import encode_piece
 from burnish.data.sources import DataError
@@ -208,8 +208,9 @@ class ChatRenderer(TextCodec):
         """Return the prompt ids of a conversation, with the generation prompt. ``max_tokens``: more
         are of no use.
 
-        Raises TooLongError; RendererError if the template rejects or drops a message, if the last
-        message is the assistant's, or if there are tools whose calls could not be parsed.
+        Raises TooLongError; RendererError if the template rejects or drops a message or a tool
+        call, if the last message is the assistant's, or if there are tools whose calls could not be
+        parsed.
         """
         try:
             checked = as_messages(list(messages))
@@ -218,11 +219,11 @@ class ChatRenderer(TextCodec):
                     "the conversation ends with an assistant message, so there is nothing to "
                     "answer; end it with a user message or a tool result"
                 )
-            checked = as_rendered(checked)
+            conversation, checked = checked, as_rendered(checked)
             _check_length(_given_text(checked), max_tokens)
-            check_rendering(self._tokenizer, checked, refused=REFUSED_IN_EPISODES)
+            self._template.check(checked, tools, REFUSED_IN_PROMPTS, conversation=conversation)
             marked, marks = self._template.marked(checked, tools)
-            text = self._template.text(marked, tools, generate=True)
+            text = self._template.text(marked, tools, generate=True, conversation=conversation)
         except DataError as error:
             raise RendererError(f"the conversation cannot be rendered: {error}") from error
         _check_length(len(text), max_tokens)

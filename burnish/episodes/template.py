@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import json
 import re  # house: ok it escapes special tokens
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from burnish.chat_message import Message
-from burnish.data.left_out import REFUSED_IN_EPISODES, check_rendering
+from burnish.data.left_out import REFUSED_BEHIND_TURNS, Field, check_rendering
 from burnish.data.rendering import habits_of, render_text, tags_of
 from burnish.data.sources import DataError
 from burnish.episodes.formats import format_of
@@ -38,6 +38,7 @@ from burnish.errors import BurnishError
 from burnish.model_text import Pattern
 from burnish.reasoning_tags import Tags
 from burnish.special_tokens import inner_ends, special_tokens
+from burnish.templates import of_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,11 +132,32 @@ class ChatTemplate:
         self._moved: dict[tuple[Any, ...], str | None] = {}
         """Shape of new messages -> the role of the first one that does not follow an answer."""
 
-    def text(self, messages: Sequence[Message], tools: Tools, *, generate: bool) -> str:
-        """Return the text of a conversation, with the generation prompt if ``generate``. Raises
-        DataError if the template rejects it."""
+    def check(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        refused: Collection[Field],
+        *,
+        conversation: Sequence[Message] = (),
+    ) -> None:
+        """Raise DataError if the template leaves out one of the ``refused`` fields.
+        ``conversation``: as in :meth:`text`."""
+        written = of_conversation(self._tokenizer, conversation or messages, tools)
+        check_rendering(written, messages, list(tools) or None, refused=refused)
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        generate: bool,
+        conversation: Sequence[Message] = (),
+    ) -> str:
+        """Return the text of a conversation, with the generation prompt if ``generate``.
+        ``conversation``: the messages that select its template, if ``messages`` are a part or
+        another form of them. Raises DataError if the template rejects it."""
         return render_text(
-            self._tokenizer,
+            of_conversation(self._tokenizer, conversation or messages, tools),
             messages,
             add_generation_prompt=generate,
             tools=list(tools) or None,
@@ -158,11 +180,13 @@ class ChatTemplate:
         mark = next(m for m in (_MARK + "z" * i for i in range(len(text) + 1)) if m not in text)
         results = _leading_results(new)
         with_call = _placeholder(mark, results)
-        conversation = [user("Go."), with_call, *new]
-        check_rendering(self._tokenizer, conversation, refused=REFUSED_IN_EPISODES)
+        short = [user("Go."), with_call, *new]
+        conversation = [*earlier, *short]
+        self.check(short, tools, REFUSED_BEHIND_TURNS, conversation=conversation)
+        render = partial(self.text, tools=tools, conversation=conversation)
         for answer in (with_call, {**with_call, "content": mark}) if results else (with_call,):
-            head = self.text([user("Go."), answer], tools, generate=False)
-            full = self.text([user("Go."), answer, *new], tools, generate=True)
+            head = render([user("Go."), answer], generate=False)
+            full = render([user("Go."), answer, *new], generate=True)
             if answer is with_call and 0 < head.count(mark) < len(results):
                 raise RendererError(
                     f"the chat template renders {head.count(mark)} of the {len(results)} tool "
@@ -197,11 +221,13 @@ class ChatTemplate:
         one. Other differences stay out: templates also write earlier messages there (Mistral's the
         system message)."""
         with suppress(DataError):
-            full = self.text([*earlier, *behind], tools, generate=True)
+            conversation = [*earlier, *behind]
+            render = partial(self.text, tools=tools, conversation=conversation)
+            full = render(conversation, generate=True)
             if mark not in full or full.rpartition(mark)[2] == after:
                 return after
-            without = self.text([*earlier, *behind], tools, generate=False)
-            short = self.text([user("Go."), *behind], tools, generate=False).rpartition(mark)[2]
+            without = render(conversation, generate=False)
+            short = render([user("Go."), *behind], generate=False).rpartition(mark)[2]
             begin = full[common_length(full, without) :]
             return after[: common_length(after, short)] + begin
         return after

@@ -25,7 +25,7 @@ from agent_session import (
     words,
 )
 from chat_families import chat_tokenizer
-from chat_templates import trl_tokenizer
+from chat_templates import named_tokenizer, published_tokenizer, trl_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
 from burnish.agents.calls import CallError, ModelReply
@@ -617,3 +617,48 @@ def test_failure_of_the_engine_ends_the_run() -> None:
             await backend.failure
 
     run(scenario, answer)
+
+
+@pytest.mark.parametrize("fields", [{"tools": (TOOL,), "tool_choice": "none"}, {}])
+def test_a_last_call_without_tools_reads_the_calls_before_it(fields: Any) -> None:
+    """An agent's final summary. Templates with names have one for conversations with calls."""
+    tokenizer = named_tokenizer()
+    left = iter([tool_call("add", a=1), "Two."])
+
+    def answer(_: Request) -> Sequence[int]:
+        return [
+            *tokenizer(next(left), add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
+
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        asked = [user("q")]
+        first = await ask(backend, *asked, tools=(TOOL,))
+        result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "2"}
+        await ask(backend, *asked, first, result, **fields)
+        text = tokenizer.decode(list(engine.log[-1][0].prompt_ids))
+        assert tool_call("add", a=1) in text and text.startswith("<|im_start|>system\nTools:")
+        assert "parameters" not in text
+
+    run(scenario, answer, tokenizer=tokenizer, turn_tokens=200)
+
+
+def test_a_request_whose_calls_the_template_leaves_out_is_refused() -> None:
+    tokenizer = published_tokenizer("smollm2")
+    made = {"name": "add", "arguments": {"a": 1}}
+    history = [
+        user("q"),
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "type": "function", "function": made}],
+        },
+        {"role": "tool", "tool_call_id": "c", "name": "add", "content": "2"},
+    ]
+
+    async def scenario(backend: TrainingSession, engine: ScriptedEngine) -> None:
+        with pytest.raises(CallError, match="leaves out the tool calls") as error:
+            await ask(backend, *history)
+        assert error.value.status == 400 and not engine.log
+
+    run(scenario, tokenizer=tokenizer)

@@ -19,9 +19,11 @@ from chat_families import (
     rendered,
     renderer_of,
 )
+from chat_templates import named_tokenizer, published_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burnish.data.chat import encode_conversation, encode_prompt
 from burnish.data.sources import DataError
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.probing import (
@@ -29,6 +31,7 @@ from burnish.episodes.probing import (
     TOOLS,
     ProbeConversation,
     assistant,
+    call,
     result,
     user,
 )
@@ -379,3 +382,66 @@ def test_published_templates(name: str) -> None:
     for conversation in compared:
         text = rendered(renderer, conversation.messages, conversation.tools, answered=False)
         assert bridged(renderer, conversation) == encoded(tokenizer, text), conversation.name
+
+
+def with_a_call(ending: str = "") -> list[dict[str, Any]]:
+    """A question, a call with its result and, if given, an answer and another question."""
+    asked = assistant("", tool_calls=[call("look_up", {"key": "a"}, "call00000")])
+    answer = result("1", "look_up", "call00000")
+    more = [assistant(ending), user("Sure?")] if ending else []
+    return [user("Go."), asked, answer, *more]
+
+
+@pytest.mark.parametrize("ending", ["", "It is 1."])
+@pytest.mark.parametrize("tools", [TOOLS, ()])
+def test_calls_select_the_template_with_that_name(tools: Any, ending: str) -> None:
+    """The prompt is that of a row of data, with the calls, whether or not tools are shown."""
+    tokenizer = named_tokenizer()
+    messages = with_a_call(ending)
+    ids = list(ChatRenderer(tokenizer).render(messages, tools))
+    text = tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>system\nTools:")
+    assert ("look_up" in text.partition("<|im_end|>")[0]) == bool(tools)
+    assert '<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>' in text
+    assert encode_prompt(tokenizer, messages, tools=tools or None) == (text, ids)
+    row, mask = encode_conversation(
+        tokenizer, [*messages, assistant("Yes.")], tools=tools or None, only_last=True
+    )
+    assert row[: mask.index(True)] == ids
+
+
+def test_all_answers_of_a_row_with_a_call_have_one_template() -> None:
+    """Also the one before the first call, whose prompt alone would have the other template."""
+    tokenizer, messages = named_tokenizer(), [user("Hi."), assistant("Hello."), *with_a_call("1.")]
+    row, mask = encode_conversation(tokenizer, messages[:-1])
+    trained = tokenizer.decode([i for i, learn in zip(row, mask, strict=True) if learn])
+    assert trained.startswith("Hello.<|im_end|><tool_call>") and trained.endswith("1.<|im_end|>")
+    alone, _ = encode_prompt(tokenizer, messages[:1])
+    assert alone == "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("family", ["smollm2", "llama2"])
+def test_a_prompt_whose_calls_are_left_out_is_refused(family: str) -> None:
+    tokenizer = published_tokenizer("smollm2")
+    if family == "llama2":
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content ~ eos_token }}"
+            "{% else %}{{ '[INST] ' ~ m.content ~ ' [/INST]' }}{% endif %}{% endfor %}"
+        )
+    renderer = ChatRenderer(tokenizer, tool_format="hermes")
+    with pytest.raises(RendererError, match="leaves out the tool calls"):
+        renderer.render(with_a_call("It is 1."))
+    told = [{**m, "tool_calls": []} for m in with_a_call("It is 1.")]
+    assert renderer.render([m for m in told if m["role"] != "tool" and m["content"]])
+
+
+def test_a_sampled_call_that_is_kept_as_tokens_needs_no_rendering() -> None:
+    """A format that the system prompt describes, with a template that does not write calls."""
+    renderer = ChatRenderer(published_tokenizer("smollm2"), tool_format="hermes")
+    tokenizer = renderer._tokenizer
+    prompt = renderer.render([user("Go.")], TOOLS)
+    said = '<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>'
+    sampled = [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert renderer.parse(sampled, TOOLS, prompt_ids=prompt).message["tool_calls"]
+    following = renderer.bridge(prompt, sampled, [result("1", "look_up", "call00000")], TOOLS)
+    assert said in tokenizer.decode(list(following))

@@ -9,6 +9,7 @@ import pytest
 
 from burnish.agents import conversation
 from burnish.chat_message import AnsweredCalls
+from burnish.episodes import renderer
 
 Patch = pytest.MonkeyPatch
 
@@ -24,6 +25,12 @@ def results_have_the_last_name_of_their_id(patch: Patch) -> None:
     patch.setattr(conversation, "AnsweredCalls", _LastCalls)
 
 
+def calls_may_be_left_out(patch: Patch) -> None:
+    """Prompts of requests may lack calls."""
+    patch.setattr(renderer, "REFUSED_IN_PROMPTS", frozenset({"content"}))
+
+
 PLANTED: dict[str, tuple[Callable[[Patch], None], tuple[int, ...]]] = {
     "requests_are_rows": (results_have_the_last_name_of_their_id, tuple(range(24))),
+    "requests_keep_their_calls": (calls_may_be_left_out, tuple(range(24))),
 }

@@ -6,8 +6,8 @@ import json
 from functools import cache
 from typing import Any
 
-from chat_templates import PUBLISHED, published_tokenizer
-from metamorphic.base import Draw, equal, relation
+from chat_templates import PUBLISHED, named_tokenizer, published_tokenizer
+from metamorphic.base import Broken, Draw, equal, relation
 from metamorphic.draw_text import text_of
 
 from burnish.agents.anthropic_messages import Messages
@@ -15,10 +15,13 @@ from burnish.agents.openai_chat import ChatCompletions
 from burnish.agents.openai_responses import Responses
 from burnish.chat_message import wrapped_tool
 from burnish.data.chat import encode_prompt
+from burnish.data.left_out import REFUSED_IN_PROMPTS
 from burnish.data.sources import DataError
+from burnish.episodes.renderer import ChatRenderer
+from burnish.episodes.template import RendererError
 
 Message = dict[str, Any]
-_tokenizer = cache(published_tokenizer)
+_tokenizer = cache(lambda f: named_tokenizer() if f == "named" else published_tokenizer(f))
 _ALL_KEYS = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' ~ m.name if m.name else '' }}"
@@ -28,6 +31,7 @@ _ALL_KEYS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Writes every key but ids, which the policy does not read."""
+_NAMES = ["find_it", "get_it", "hold_it"]
 
 
 def _text(draw: Draw) -> str:
@@ -52,7 +56,7 @@ def _conversation(draw: Draw) -> list[Message]:
         ids = [f"call{turn if not shared else 0}{0 if shared else i:04d}" for i in range(2)]
         answer["tool_calls"] = [
             {"id": each, "type": "function", "function": {"name": name, "arguments": {"x": turn}}}
-            for each, name in zip(ids, draw.rng.sample(["f", "g", "h"], 2), strict=True)
+            for each, name in zip(ids, draw.rng.sample(_NAMES, 2), strict=True)
         ]
         if draw.rng.random() < 0.5:
             answer["content"] = ""
@@ -66,15 +70,16 @@ def _conversation(draw: Draw) -> list[Message]:
     return messages
 
 
-def _as_chat(messages: list[Message], tools: list[Message]) -> Any:
+def _as_chat(messages: list[Message], tools: list[Message], *, hidden: bool = False) -> Any:
     body = json.loads(json.dumps(messages))
     for call in (call for message in body for call in message.get("tool_calls", ())):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     sent = {"model": "m", "messages": body, "tools": [wrapped_tool(tool) for tool in tools]}
+    sent |= {"tool_choice": "none"} if hidden else {}
     return ChatCompletions().read(sent, max_messages=99)
 
 
-def _as_messages(messages: list[Message], tools: list[Message]) -> Any:
+def _as_messages(messages: list[Message], tools: list[Message], *, hidden: bool = False) -> Any:
     body: list[Message] = []
     top: Message = {}
     for message in messages:
@@ -101,10 +106,11 @@ def _as_messages(messages: list[Message], tools: list[Message]) -> Any:
             body.append({"role": "assistant", "content": blocks})
     described = [{"name": t["name"], "input_schema": t["parameters"]} for t in tools]
     sent = {"model": "m", "max_tokens": 9, **top, "messages": body, "tools": described}
+    sent |= {"tool_choice": {"type": "none"}} if hidden else {}
     return Messages().read(sent, max_messages=99)
 
 
-def _as_responses(messages: list[Message], tools: list[Message]) -> Any:
+def _as_responses(messages: list[Message], tools: list[Message], *, hidden: bool = False) -> Any:
     items: list[Message] = []
     top: Message = {}
     for number, message in enumerate(messages):
@@ -135,12 +141,13 @@ def _as_responses(messages: list[Message], tools: list[Message]) -> Any:
             ]
     described = [{"type": "function", **tool} for tool in tools]
     sent = {"model": "m", **top, "input": items, "tools": described}
+    sent |= {"tool_choice": "none"} if hidden else {}
     return Responses().read(sent, max_messages=99)
 
 
-def _prompt(tokenizer: Any, messages: Any, tools: Any) -> Any:
+def _prompt(tokenizer: Any, messages: Any, tools: Any, **options: Any) -> Any:
     try:
-        return encode_prompt(tokenizer, list(messages), tools=list(tools) or None)
+        return encode_prompt(tokenizer, list(messages), tools=list(tools) or None, **options)
     except DataError as error:
         return str(error)
 
@@ -149,7 +156,7 @@ def _prompt(tokenizer: Any, messages: Any, tools: Any) -> Any:
 def requests_are_rows(draw: Draw) -> None:
     """A conversation with reasoning, calls and results has the same prompt as a row of data and as
     a request in each API, and no request has a key that is not read. Exact."""
-    tokenizer = _tokenizer(draw.one(family=["chatml", "chatml", *PUBLISHED]))
+    tokenizer = _tokenizer(draw.one(family=["chatml", "named", *PUBLISHED]))
     own = tokenizer.chat_template
     if draw.one(all_keys=[True, False]):
         tokenizer.chat_template = _ALL_KEYS
@@ -157,7 +164,7 @@ def requests_are_rows(draw: Draw) -> None:
         messages = _conversation(draw)
         tools = [
             {"name": name, "parameters": {"type": "object", "properties": {}}}
-            for name in draw.rng.choice([(), ("f", "g", "h")])
+            for name in draw.rng.choice([(), _NAMES])
         ]
         row = _prompt(tokenizer, messages, [wrapped_tool(tool) for tool in tools])
         for api in (_as_chat, _as_messages, _as_responses):
@@ -166,3 +173,35 @@ def requests_are_rows(draw: Draw) -> None:
             equal(call.ignored, (), f"keys that {api.__name__} does not read")
     finally:
         tokenizer.chat_template = own
+
+
+_renderer = cache(lambda family: ChatRenderer(_tokenizer(family), history="keep"))
+
+
+@relation
+def requests_keep_their_calls(draw: Draw) -> None:
+    """A conversation with calls, asked with tools, without, or with tool_choice none in each API,
+    has the prompt of the row with the tools that it shows, and its calls are in it; or both are
+    refused. The policy may write text beside calls, which some templates leave out. Exact."""
+    family = draw.one(family=["named", "named", *PUBLISHED])
+    tokenizer, messages = _tokenizer(family), _conversation(draw)
+    tools = [
+        {"name": name, "parameters": {"type": "object", "properties": {}}}
+        for name in draw.one(tools=[(), _NAMES])
+    ]
+    hidden = draw.one(hidden=[True, False])
+    shown = [] if hidden else [wrapped_tool(tool) for tool in tools]
+    row = _prompt(tokenizer, messages, shown, refused=REFUSED_IN_PROMPTS)
+    for api in (_as_chat, _as_messages, _as_responses):
+        call = api(messages, tools, hidden=hidden)
+        try:
+            ids = list(_renderer(family).render(call.messages, call.shown_tools))
+        except RendererError as error:
+            if isinstance(row, str) or shown:  # a renderer also refuses tools that nobody sees
+                continue
+            raise Broken(f"{api.__name__} is refused, but the row is not: {error}") from error
+        equal(ids, row if isinstance(row, str) else row[1], api.__name__)
+        text = tokenizer.decode(ids)
+        for made in (c for m in messages for c in m.get("tool_calls", ())):
+            name = made["function"]["name"]
+            equal(name in text, True, f"the call of {name} is in the prompt")

@@ -55,6 +55,31 @@ def published_tokenizer(family: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+_NAMED = {
+    "default": (
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "tool_use": (
+        "{{ '<|im_start|>system\\nTools:' }}"
+        "{% for t in tools %}{{ '\\n' ~ (t | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}"
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<tool_call>\\n' ~ ({'name': c.function.name, "
+        "'arguments': c.function.arguments} | tojson) ~ '\\n</tool_call>' }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+}
+
+
+def named_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with two named templates, as Hermes 2 Pro and Command R have: only
+    ``tool_use`` writes tools and calls, and it does not expect to be without tools."""
+    tokenizer = byte_bpe(_CHATML_TOKENS, eos="<|im_end|>")
+    tokenizer.chat_template = dict(_NAMED)
+    return tokenizer
+
+
 _TURNS = (
     "{% set on = ON %}{% set off = OFF %}{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + '\\n' }}"

@@ -30,6 +30,7 @@ from burnish.reasoning_tags import REASONING_TAGS, THINK, Tags
 from burnish.rewards.base import RewardError, RewardInput
 from burnish.rewards.texts import text_before
 from burnish.special_tokens import special_tokens
+from burnish.templates import of_conversation
 from burnish.types import Prompt, Sample
 from burnish.vocabulary import num_tokens
 
@@ -251,7 +252,7 @@ class SampledRows:
 
     def __init__(self, rows: RowEncoder) -> None:
         self._rows, self._tokenizer = rows, rows.tokenizer
-        self._forms: dict[tuple[str, bool], _Form] = {}
+        self._forms: dict[tuple[str, bool, str], _Form] = {}
         self._markers = frozenset(_MARKER.findall(str(self._tokenizer.chat_template or "")))
         self._ends = end_texts(self._tokenizer).keys()
         self._num_tokens = num_tokens(self._tokenizer)
@@ -314,7 +315,8 @@ class SampledRows:
         return head == list(answer.sampled[0])
 
     def _form(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> _Form:
-        key = (str(messages[-1]["role"]), tools is not None)
+        written = of_conversation(self._tokenizer, messages, tools)
+        key = (str(messages[-1]["role"]), tools is not None, str(written.chat_template))
         if key in self._forms:
             return self._forms[key]
         if len(self._forms) >= _MOST_FORMS:

@@ -54,8 +54,14 @@ def test_the_remote_reward_is_valid():
 
 
 @pytest.mark.slow
-def test_the_python_example_runs(tmp_path):
-    code = block(API, "python example")
+def test_the_python_examples_run(tmp_path):
+    recipe = """
+import yaml
+recipe = yaml.safe_load(Path("runs/api/config.yaml").read_text())
+recipe |= {"run_dir": "runs/readme", "rewards": [{"kind": "math"}]}
+Path("recipe.yaml").write_text(yaml.dump(recipe))
+"""
+    code = block(API, "python example") + recipe + block(README, "python example")
     kept = ("BURNISH_FORK_", "DS_", "OMP_")
     environment = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     done = subprocess.run(
@@ -63,7 +69,8 @@ def test_the_python_example_runs(tmp_path):
         env=environment | {"PYTHONPATH": str(ROOT), "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1].startswith("runs/api ")
+    assert "runs/api " in done.stdout
+    assert (tmp_path / "runs" / "readme" / "end.json").is_file()
     assert (tmp_path / "runs" / "api" / "metrics.jsonl").is_file()
 
 

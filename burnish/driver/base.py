@@ -197,12 +197,13 @@ class Driver(ABC, Generic[L]):
         self._machine = machine
 
     def log(self, step: int, metrics: Metrics) -> Metrics:
-        """Write the metrics of a step, with memory and use of the machine. Return all of them. The
-        timeline is written too, if the last time is long ago."""
+        """Write the metrics of a step, with memory and use of the machine. Return all of them.
+        Timeline and memory are written too, if the last time is long ago."""
         metrics = metrics | memory_metrics() | self.memory_monitor.metrics()
         metrics |= self._machine.metrics()
         self.metrics.log(step, metrics)
-        self.timeline.save_at_times(self.records_dir / TIMELINE_FILE)
+        if self.timeline.save_at_times(self.records_dir / TIMELINE_FILE):
+            self.memory_monitor.write()
         return metrics
 
     def _close_metrics(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -56,8 +56,12 @@ class MemoryMonitor:
         )
 
     def finish(self) -> None:
-        """Write all measurements so far to ``memory.txt`` and ``memory.json``."""
+        """Collect the last measurements, and write all of them."""
         self.metrics()
+        self.write()
+
+    def write(self) -> None:
+        """Write the measurements of :meth:`metrics` to ``memory.txt`` and ``memory.json``."""
         lines = self.lines()
         if lines:
             write_text(self.run_dir / MEMORY_FILE, plan_vs_actual_text(lines) + "\n")

@@ -168,15 +168,16 @@ class Timeline:
         trace = {"traceEvents": labels + spans, "displayTimeUnit": "ms", "otherData": other}
         write_text(Path(path), json.dumps(trace, allow_nan=False))
 
-    def save_at_times(self, path: Path) -> None:
-        """Write the trace if the last time is half a minute ago, and 500 times as long as it
-        took."""
+    def save_at_times(self, path: Path) -> bool:
+        """Write the trace if the last time is half a minute ago, and 500 times as long as it took.
+        Return whether it did."""
         now = time.monotonic()
         if now < self._next_save:
-            return
+            return False
         self.save(path)
         took = time.monotonic() - now
         self._next_save = now + took + max(_SAVE_EVERY_S, 500 * took)
+        return True
 
     def _enter(self, name: str) -> float:
         if self.peaks is not None and self._thread.depth == 0:

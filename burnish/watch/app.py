@@ -130,7 +130,7 @@ class WatchApp:
         if not self.guard.is_token(token):
             return _html(login_page("This is not the token."), status=401)
         reply = RedirectResponse("/", status_code=303, headers=_HEADERS)
-        reply.set_cookie(COOKIE, token, httponly=True, samesite="strict", max_age=30 * 86400)
+        reply.set_cookie(COOKIE, token, httponly=True, samesite="lax", max_age=30 * 86400)
         return reply
 
     def _page(

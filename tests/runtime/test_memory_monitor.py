@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from burnish import cli
 from burnish.checkpoint import CheckpointStore
 from burnish.config import JobConfig
 from burnish.jobs import rl as rl_job
+from burnish.observe import timeline
 from burnish.observe.metrics import read_metrics
 from burnish.plan.oom import RunOutOfMemoryError, suggestions
 from burnish.plan.plan_vs_actual import MeasuredPeak, plan_vs_actual, plan_vs_actual_text
@@ -50,9 +52,20 @@ def full_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def test_every_phase_of_a_step_has_its_peak_and_its_plan(rl: MakeConfig, reward: Reward) -> None:
+def test_every_phase_of_a_step_has_its_peak_and_its_plan(
+    rl: MakeConfig, reward: Reward, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = rl("algorithm.kl.init_kl_coef=0.01", "checkpoint.every_n_steps=1")
-    result = burnish.run(config, rewards=reward)
+    monkeypatch.setattr(timeline, "_SAVE_EVERY_S", 0.0)
+    written_at: list[float] = []
+
+    def watching(response: str) -> float:
+        if (Path(config.run_dir) / "memory.json").exists():
+            written_at.append(time.monotonic())
+        return reward(response)
+
+    result = burnish.run(config, rewards=watching)
+    assert written_at, "a working run writes its memory, too"
     lines = read_metrics(result.run_dir)
     for phase in ("rollout", "reference", "train", "optim", "sync"):
         name = f"memory/{phase}/host_peak_bytes"

@@ -118,7 +118,7 @@ class Episode:
     seconds: float = 0.0
     """Duration of the episode."""
     error: str = ""
-    """Cause of a status that is not the policy's doing."""
+    """Failure of the environment or the agent. It followed a limit if the status is one."""
 
     def __post_init__(self) -> None:
         _detach(self, "start", "tools")

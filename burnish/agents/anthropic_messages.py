@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from burnish.agents.calls import (
     CallError,
+    ContextLengthError,
     Delta,
     ModelCall,
     ModelReply,
@@ -119,7 +120,13 @@ class Messages:
     def error(self, error: CallError) -> dict[str, Any]:
         by_status = _ERROR_TYPES_OF_STATUS.get(error.status)
         kind = by_status or _ERROR_TYPES.get(error.kind, error.kind)
-        wrong: dict[str, Any] = {"type": kind, "message": error.message}
+        message = error.message
+        if isinstance(error, ContextLengthError):
+            message = (
+                f"prompt is too long: {error.num_tokens} tokens > {error.limit - 1} maximum "
+                f"({error.setting} is {error.limit}, with the response)"
+            )
+        wrong: dict[str, Any] = {"type": kind, "message": message}
         if error.param == _THREAD:  # a client of the SDK then goes on without a thread
             code = {"error_code": "thread_unsupported_request", "unsupported": [_THREAD]}
             wrong["details"] = code

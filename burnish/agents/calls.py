@@ -60,6 +60,21 @@ class CallError(BurnishError):
         self.retry_after_s = retry_after_s
 
 
+class ContextLengthError(CallError):
+    """A prompt that leaves no room for a response. Programs that then shorten their conversation
+    recognize this error by the first words of the message, which every API has of its own."""
+
+    def __init__(self, num_tokens: int, limit: int, setting: str) -> None:
+        """``num_tokens`` of the prompt, of at most ``limit`` of prompt and response together.
+        ``setting``: name of the key or option that sets the limit."""
+        self.num_tokens, self.limit, self.setting = num_tokens, limit, setting
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {num_tokens} tokens, which leaves no room for a response ({setting})"
+        )
+        super().__init__(message, status=400, kind="context_length_exceeded", param="messages")
+
+
 def invalid(param: str | None, message: str) -> CallError:
     """Return the CallError (400) for a wrong field. ``param``: its JSON path."""
     return CallError(message, status=400, kind="invalid_request_error", param=param)

@@ -90,6 +90,7 @@ class AgentProgram:
 
     server: AgentServer
     agents: Agents
+    _warned: set[str] = field(default_factory=set)
 
     async def start(self) -> None:
         await self.server.start()
@@ -119,6 +120,10 @@ class AgentProgram:
             await session.close()
         if not session.failure.cancelled():  # the engine failed just when the agent ended
             session.failure.result()
+        loop = session.summary_loop()
+        if loop is not None and "summary_loop" not in self._warned:
+            self._warned.add("summary_loop")
+            log.warning(loop)
         return session.result(rewards, error)
 
     async def close(self) -> None:

@@ -281,7 +281,7 @@ class Prompts:
         response, it continues that call."""
         renderer, in_renderer = self._policy.renderer, self._policy.in_renderer
         if len(token_ids) > self._max_tokens:
-            raise TooLongError(f"the prompt has {len(token_ids)} tokens")
+            raise TooLongError(len(token_ids), f"the prompt has {len(token_ids)} tokens")
         ids = IntArray(checked_ids(token_ids, renderer))
         text = await in_renderer(renderer.decode, ids)
         known = [(prefix, call) for prefix, call in self._ids if ids[: len(prefix)] == prefix]

@@ -25,6 +25,7 @@ from burnish.agents.calls import (
     Backend,
     CallError,
     Choice,
+    ContextLengthError,
     ModelCall,
     ModelReply,
     Progress,
@@ -242,7 +243,7 @@ class ServingBackend:
         for prompt in prompts:
             room = self._max_len - len(prompt.ids)
             if room <= 0:
-                raise self._too_long(f"the prompt has {len(prompt.ids)} tokens")
+                raise self._too_long(len(prompt.ids))
             max_tokens = call.max_tokens or (room if prompt.renderer else COMPLETION_TOKENS)
             for _ in range(call.n):
                 request = Request(
@@ -290,12 +291,12 @@ class ServingBackend:
                 encode = self._codec.encode
                 ids = await self._in_thread(encode, call.prompt, max_tokens=self._max_len)
             elif len(call.prompt) > self._max_len:
-                raise TooLongError(f"the prompt has {len(call.prompt)} tokens")
+                raise self._too_long(len(call.prompt))
             else:
                 ids = call.prompt
             return _Prompt(checked_ids(ids, self._codec), None)
         except TooLongError as error:
-            raise self._too_long(str(error)) from error
+            raise self._too_long(error.num_tokens) from error
         except CallError:
             raise
         except RendererError as error:
@@ -303,9 +304,8 @@ class ServingBackend:
         except BurnishError as error:
             raise invalid("messages", str(error)) from error
 
-    def _too_long(self, reason: str) -> CallError:
-        message = f"{reason}; with the response, at most {self._max_len} are possible"
-        return CallError(message, status=400, kind="context_length_exceeded", param="messages")
+    def _too_long(self, num_tokens: int) -> ContextLengthError:
+        return ContextLengthError(num_tokens, self._max_len, "--max-len")
 
     async def _renderer(self, variables: Mapping[str, Any]) -> ChatRenderer:
         try:

@@ -22,6 +22,7 @@ from burnish.agents.calls import (
     Arrival,
     Arrivals,
     CallError,
+    ContextLengthError,
     ModelCall,
     ModelReply,
     Progress,
@@ -46,6 +47,10 @@ MODEL = "policy"
 """Name of the model for clients. Every other name is accepted, too."""
 
 
+_MIN_LOOP = 6
+"""Conversations of an episode from which on it may be a loop of summaries."""
+
+
 class TrainingSession:
     """Answers the calls of one episode. Implements :class:`burnish.agents.calls.Backend`.
 
@@ -57,7 +62,8 @@ class TrainingSession:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the engine's error if it fails: the run cannot continue then."""
         self.counts: Counter[str] = Counter()
-        """Numbers of events: ``replayed`` replies, ``refused`` calls, ``ignored_<parameter>``."""
+        """Numbers of events: ``replayed`` replies, ``refused`` calls, ``failed_after_cut`` (an
+        error of the agent behind a response that a limit cut), ``ignored_<parameter>``."""
         self._arrivals = Arrivals()
         self._recorded: dict[int, RecordedCall] = {}
         """Place of a call in the order of arrival -> the call."""
@@ -144,7 +150,7 @@ class TrainingSession:
         try:
             return len((await self._prompts.find(call)).ids)
         except TooLongError as error:
-            raise self._too_long(str(error)) from error
+            raise self._too_long(error.num_tokens) from error
 
     def _find(self, reply: ModelReply) -> RecordedCall:
         return self._recorded[int(reply.reply_id.rpartition("-")[2])]
@@ -178,16 +184,21 @@ class TrainingSession:
     ) -> EpisodeResult:
         """Return the finished episode, with its calls in the order of their arrival.
 
-        ``rewards``: those that the agent gave, by name. ``error``: the failure of the agent. A
-        limit that the last call exceeded takes precedence over an error of the agent's code, which
-        may be its consequence.
+        ``rewards``: those that the agent gave, by name. ``error``: the failure of the agent. An
+        error of the agent's code may be the consequence of a limit: one that the last call
+        exceeded, or one that cut the last response (some programs exit with an error then). The
+        limit takes precedence.
         """
         recorded = [call for _, call in sorted(self._recorded.items()) if call.was_seen]
         limit = self._limit()
         if error is None and not recorded and limit is None:
             error = EpisodeFailedError("env_error", "the agent ended without calling the model")
-        if limit is not None and (error is None or error.status == "env_error"):
-            error = None
+        text = "" if error is None else str(error)
+        if error is not None and error.status == "env_error":
+            if limit is None and recorded and recorded[-1].completion.finish_reason == "length":
+                self.counts["failed_after_cut"] += 1
+                limit = "max_turn_tokens"
+            error = error if limit is None else None
         status: EpisodeStatus = limit or "done" if error is None else error.status
         first = recorded[0] if recorded else None
         record = Episode(
@@ -196,10 +207,29 @@ class TrainingSession:
             tools=() if first is None else first.tools,
             turns=tuple(self._turns(recorded, rewards)),
             seconds=time.monotonic() - self._began,
-            error="" if error is None else str(error),
+            error=text,
         )
         return EpisodeResult(
             record, tuple(EngineCall(call.prompt.ids, call.completion) for call in recorded), error
+        )
+
+    def summary_loop(self) -> str | None:
+        """Return a warning if the program used all turns, and its conversation began again in most
+        calls and did not grow: then it may be summarizing it for ever, because the limit at which
+        it does so is below its first prompt. None otherwise."""
+        recorded = [call for _, call in sorted(self._recorded.items())]
+        lengths = [len(call.prompt.ids) for call in recorded if call.prompt.parent is None]
+        if self._limit() != "max_turns" or len(lengths) < max(_MIN_LOOP, len(recorded) * 3 / 4):
+            return None
+        if min(lengths[len(lengths) // 2 :]) > 2 * lengths[0]:  # it rewrites what it has
+            return None
+        return (
+            f"an agent used all turns of its episode, and {len(lengths)} of {len(recorded)} calls "
+            "began a conversation of their own, none much longer than the first. If it summarizes "
+            "its conversation for ever, the context limit in its own settings is too small: its "
+            f"prompts have up to {max(lengths)} tokens before any work, so set that limit to at "
+            f"least {2 * max(lengths)}, and episodes.max_tokens (now {self.limits.max_tokens}) "
+            "above it"
         )
 
     def _turns(self, recorded: list[RecordedCall], rewards: Mapping[str, float]) -> Iterator[Turn]:
@@ -266,20 +296,18 @@ class TrainingSession:
         prompt: CallPrompt | None = None
         try:
             prompt = await self._prompts.find(call)
-            reason = f"the conversation has {len(prompt.ids)} tokens"
+            num_tokens = len(prompt.ids)
         except TooLongError as error:
-            reason = str(error)
+            num_tokens = error.num_tokens
         await place.turn()
         with self._turn(place):
-            room = 0 if prompt is None else self.limits.max_tokens - len(prompt.ids)
+            room = self.limits.max_tokens - num_tokens
             if prompt is None or room <= 0:
-                raise self._exceeded("max_tokens", place, self._too_long(reason))
+                raise self._exceeded("max_tokens", place, self._too_long(num_tokens))
             return await self._sample_in(room, prompt, call, place)
 
-    def _too_long(self, reason: str) -> CallError:
-        limit = f"at most {self.limits.max_tokens} tokens are possible (episodes.max_tokens)"
-        message = f"{reason}; with the response, {limit}"
-        return CallError(message, status=400, kind="context_length_exceeded", param="messages")
+    def _too_long(self, num_tokens: int) -> ContextLengthError:
+        return ContextLengthError(num_tokens, self.limits.max_tokens, "episodes.max_tokens")
 
     async def _sample_in(
         self, room: int, prompt: CallPrompt, call: ModelCall, place: Arrival

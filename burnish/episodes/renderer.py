@@ -64,7 +64,12 @@ _TOKEN_CHARS = 32
 
 
 class TooLongError(RendererError):
-    """A text with more characters than its tokens could have. It is not tokenized."""
+    """A prompt that is certainly too long. It is not tokenized."""
+
+    def __init__(self, num_tokens: int, message: str) -> None:
+        """``num_tokens``: tokens that it has at least."""
+        super().__init__(message)
+        self.num_tokens = num_tokens
 
 
 class TextCodec:
@@ -475,8 +480,9 @@ def _check_length(num_chars: int, max_tokens: int | None) -> None:
     """Raise TooLongError if a text certainly has more tokens."""
     if max_tokens is not None and num_chars > _TOKEN_CHARS * max_tokens:
         raise TooLongError(
+            num_chars // _TOKEN_CHARS,
             f"the prompt has {num_chars} characters, more than {_TOKEN_CHARS} times the limit of "
-            f"{max_tokens} tokens"
+            f"{max_tokens} tokens",
         )
 
 

@@ -226,7 +226,7 @@ def test_wrong_tokens_and_models_are_refused_in_the_form_of_the_api(url: str, cl
 def test_requests_that_cannot_be_answered_get_the_reason(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="samples at most 8 responses"):
         ask(client, n=9)
-    with pytest.raises(openai.BadRequestError, match="at most 1024 are possible"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
         ask(client, messages=[user("long " * 1200)])
     with pytest.raises(openai.BadRequestError, match="prompt"):
         client.completions.create(model="tiny", prompt=[len(TOKENIZER)])

@@ -28,10 +28,12 @@ from chat_families import chat_tokenizer
 from chat_templates import named_tokenizer, published_tokenizer, trl_tokenizer
 from scripted_engine import Answer, ScriptedEngine
 
+from burnish.agents.anthropic_messages import Messages
 from burnish.agents.calls import CallError, ModelReply
 from burnish.agents.prompts import History, digests_of, thoughts_of
 from burnish.agents.retries import Retries
 from burnish.agents.session import TrainingSession
+from burnish.agents.writing import openai_error
 from burnish.environments.pool import EpisodeFailedError
 from burnish.episodes.loop import EpisodeResult
 from burnish.episodes.renderer import ChatRenderer
@@ -285,8 +287,13 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
 
     async def too_long(backend: TrainingSession, engine: ScriptedEngine) -> Any:
         await ask(backend, user("1"))
-        with pytest.raises(CallError, match=r"episodes\.max_tokens") as refused:
+        pattern = r"^This model's maximum context length is 200 tokens\. However, your messages "
+        pattern += r"resulted in \d+ tokens, .*episodes\.max_tokens"
+        with pytest.raises(CallError, match=pattern) as refused:
             await ask(backend, user("long " * 300))
+        anthropic = Messages().error(refused.value)["error"]
+        assert re.match(r"prompt is too long: \d+ tokens > 199 maximum", anthropic["message"])
+        assert openai_error(refused.value)["error"]["code"] == "context_length_exceeded"
         assert refused.value.kind == "context_length_exceeded"
         assert backend.result({}).record.status == "max_tokens"
         await ask(backend, user("a summary"))
@@ -297,9 +304,39 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
         assert "without calling" in str(result.error)
         return result.record.status
 
+    async def failed(backend: TrainingSession, engine: ScriptedEngine) -> Any:
+        crash = EpisodeFailedError("env_error", "the agent 'codex' exited with code 1")
+        await ask(backend, user("1"), max_tokens=2)
+        cut = backend.result({"reward": 1.0}, crash)
+        assert cut.error is None and cut.record.error == str(crash)
+        assert cut.record.turns[-1].counts == {"failed_after_cut": 1}
+        late = EpisodeFailedError("timeout", "the agent took more than 9 s")
+        assert backend.result({}, late).record.status == "timeout"
+        assert backend.result({}).record.status == "done"
+        await ask(backend, user("2"))
+        assert backend.result({}, crash).record.status == "env_error"
+        return cut.record.status
+
+    assert run(failed) == "max_turn_tokens"
     assert run(too_many, max_turns=2) == "infra_error"
     assert run(too_long, max_tokens=200) == "done"
     assert run(never) == "env_error"
+
+
+def test_a_loop_of_summaries_is_named_and_growing_conversations_are_not() -> None:
+    async def play(backend: TrainingSession, length: Callable[[int], int]) -> str | None:
+        for number in range(8):
+            await ask(backend, user(f"{number} " * length(number)))
+        assert backend.summary_loop() is None
+        with pytest.raises(CallError):
+            await ask(backend, user("9"))
+        return backend.summary_loop()
+
+    found = run(lambda backend, _: play(backend, lambda number: 20), max_turns=8)
+    assert "8 of 8 calls" in found and "episodes.max_tokens (now 4000)" in found
+    assert (
+        run(lambda backend, _: play(backend, lambda number: 20 * (number + 1)), max_turns=8) is None
+    )
 
 
 def test_parameters_of_the_run_win_and_are_reported() -> None:

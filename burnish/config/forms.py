@@ -179,7 +179,7 @@ def unread_form(row: Mapping[str, Any]) -> str:
     ". Column 'conversation' has pairs of input "
     """
     for key, value in row.items():
-        items = _as_list(value)
+        items = as_list(value)
         names = set(items[0]) if items and isinstance(items[0], Mapping) else set()
         if {"input", "output"} <= names:
             return (
@@ -272,7 +272,7 @@ def is_transcript(value: Any) -> bool:
 
 
 def _begins_with_user(value: Any) -> bool:
-    turns = _as_list(value)
+    turns = as_list(value)
     if not turns or not isinstance(turns[0], Mapping) or len(turns) < 2:
         return False
     role = turns[0].get("role", turns[0].get("from"))
@@ -280,13 +280,13 @@ def _begins_with_user(value: Any) -> bool:
 
 
 def _is_turns(row: Mapping[str, Any], key: str, role: str) -> bool:
-    turns = _as_list(row.get(key))
+    turns = as_list(row.get(key))
     return (
         bool(turns) and isinstance(turns[0], Mapping) and (role in turns[0] or "role" in turns[0])
     )
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Return a list, or the list that JSON text contains; else an empty list."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:

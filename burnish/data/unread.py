@@ -1,12 +1,13 @@
-"""Columns of rows and keys of messages that other tools read as weights or masks, and that nothing
-reads here."""
+"""Columns of rows and keys of messages that other tools read as weights, masks or parts of the
+prompt, and that nothing reads here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from burnish.chat_message import TRAIN_FLAGS
+from burnish.config.forms import HISTORY, INPUTS, INSTRUCTION, FormError, as_list
 from burnish.config.templates import fields_of
 from burnish.data.base import Row
 from burnish.data.config import DataConfig
@@ -24,16 +25,16 @@ EXCLUSIONS = frozenset({"masked", "exclude", "excluded"})
 """Names with which other tools leave rows or messages out of the loss. 1 or true: not trained."""
 PROMPT_COLUMNS = ("chat_template_kwargs", "documents")
 """Columns that other tools pass to the chat template."""
-_COLUMNS = MARKS | EXCLUSIONS | set(PROMPT_COLUMNS)
+_COLUMNS = MARKS | EXCLUSIONS | {*PROMPT_COLUMNS, HISTORY, *INPUTS}
 _FLAGS = (MARKS | EXCLUSIONS).difference(TRAIN_FLAGS)
 _PER_ROLE = ("train", "loss", "loss_mask")
 """Flags of messages with which other tools also train messages of users."""
 
 
 def note_marks(row: Row, config: DataConfig) -> None:
-    """Record a notice if the row has a column in :data:`MARKS` or :data:`EXCLUSIONS` that would
-    change its loss, or one in :data:`PROMPT_COLUMNS`, and that nothing reads. Rewards read all
-    columns of prompts."""
+    """Record a notice if the row has a column that nothing reads: one in :data:`MARKS` or
+    :data:`EXCLUSIONS` that would change its loss (rewards read all columns of prompts), one in
+    :data:`PROMPT_COLUMNS`, or a part of an Alpaca prompt."""
     if _COLUMNS.isdisjoint(row.columns):
         return
     used = {value for name, value in config if name.endswith("_key")}
@@ -43,6 +44,15 @@ def note_marks(row: Row, config: DataConfig) -> None:
     for key in PROMPT_COLUMNS:
         if row.columns.get(key) and key not in used:
             note_template_variables(key, row.columns[key])
+    for key in set(_parts_of_a_prompt(row.columns, config)) - used:
+        if not _is_read(row, config):
+            note(
+                "column_unread",
+                f"the column {key!r} is {repr(row.columns[key])[:40]} here, but it is no part of "
+                "the prompt, so the model does not see it; name the columns instruction, input, "
+                "history and output, without a key of the prompt (form alpaca), write all turns "
+                "as messages, or remove the column",
+            )
     if not config.is_trained:
         return
     for key in sorted((MARKS | EXCLUSIONS).intersection(row.columns) - used):
@@ -54,6 +64,27 @@ def note_marks(row: Row, config: DataConfig) -> None:
                 "should not be trained (a message of a conversation can have train: false), or "
                 "the column",
             )
+
+
+def _parts_of_a_prompt(columns: Mapping[str, Any], config: DataConfig) -> Iterator[str]:
+    """Yield the columns with turns before the prompt (pairs or messages), and with the input of an
+    instruction that is the prompt."""
+    turns = as_list(columns.get(HISTORY))
+    is_pair = bool(turns) and isinstance(turns[0], list | tuple) and len(turns[0]) == 2
+    if is_pair or (turns and isinstance(turns[0], Mapping) and "role" in turns[0]):
+        yield HISTORY
+    is_instruction = config.prompt_key == INSTRUCTION and config.prompt_template is None
+    for key in INPUTS if is_instruction else ():
+        if isinstance(columns.get(key), str) and columns[key].strip():
+            yield key
+
+
+def _is_read(row: Row, config: DataConfig) -> bool:
+    """Return whether the form of the row has all parts of its prompt."""
+    try:
+        return config.reading_of(row.columns).form in ("alpaca", "comparison")
+    except FormError:  # several forms, of which the first row had one
+        return row.original is not None
 
 
 def note_template_variables(key: str, value: Any) -> None:

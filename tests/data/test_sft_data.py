@@ -383,6 +383,47 @@ def test_columns_that_should_weight_a_row_are_counted(
         assert "rows_column_unread" not in stream.counts
 
 
+_PAIRS, _TURNS = [["a", "b"]], [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "counted"),
+    [
+        ({"query": "q", "history": _PAIRS}, 1),
+        ({"query": "q", "history": _TURNS, "system": "s"}, 1),
+        ({"query": "q", "history": json.dumps(_PAIRS)}, 1),
+        ({"query": "q", "history": []}, 0),
+        ({"query": "q", "history": [0.5, 0.25], "input": "x"}, 0),
+        ({"instruction": "q", "input": "x"}, 1),
+        ({"instruction": "q", "input": ""}, 0),
+    ],
+)
+def test_parts_of_a_prompt_that_are_not_read_are_counted(
+    chars: Tok, jsonl: Jsonl, columns: dict[str, Any], counted: int
+) -> None:
+    """ms-swift's and Alpaca's columns, of which a key of the recipe reads one."""
+    row = {**columns, "response": "r", "chosen": "r", "rejected": "x", "label": "r"}
+    (key,) = {"query", "instruction"} & columns.keys()
+    named: Any = {"sources": (jsonl([row]),), "prompt_key": key, "apply_chat_template": True}
+    stream = BatchStream(SFTDataConfig(**named), chars, seed=0)
+    stream.next(1)
+    assert stream.counts.get("rows_column_unread", 0) == counted
+    prompts = PromptStream(PromptDataConfig(**named), chars, seed=0)
+    prompts.next(1)
+    assert prompts.counts.get("prompts_column_unread", 0) == counted
+    pairs = BatchStream(PreferenceDataConfig(**named), chars, seed=0)
+    pairs.next(1)
+    assert [n for k, n in pairs.counts.items() if k.endswith("column_unread")] == [1] * counted
+
+
+def test_parts_of_an_alpaca_prompt_are_not_counted(chars: Tok, jsonl: Jsonl) -> None:
+    row = {"instruction": "q", "input": "x", "history": _PAIRS, "output": "r"}
+    config = SFTDataConfig(sources=(jsonl([row]),), apply_chat_template=True)
+    stream = BatchStream(config, chars, seed=0)
+    stream.next(1)
+    assert "rows_column_unread" not in stream.counts
+
+
 @pytest.mark.parametrize(("value", "counted"), [({"enable_thinking": False}, 1), ({}, 0)])
 def test_variables_of_a_row_for_the_template_are_counted(
     chars: Tok, jsonl: Jsonl, value: dict[str, bool], counted: int

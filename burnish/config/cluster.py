@@ -31,8 +31,8 @@ class ClusterConfig(Node):
 
     runtime: Literal["inline", "ray", "spmd"] = "inline"
     """``inline``: this process. ``ray``: each role is a group of worker processes, on this machine
-    or a cluster; loop and results are the same. ``spmd``: every rank that torchrun, accelerate or
-    srun started runs the loop; detected, so leave the key out."""
+    or a cluster. ``spmd``: every rank that torchrun, accelerate or srun started runs the
+    loop; detected, so leave the key out."""
     ray_address: str | None = None
     """Running Ray cluster (``auto``, or ``host:port`` of its head). None: one on this machine,
     stopped with the run."""
@@ -59,20 +59,20 @@ class ClusterConfig(Node):
     """GPUs per place, shared by its workers. 0: run on CPUs."""
     offload_between_phases: tuple[TrainedOrFrozen, ...] = ()
     """Roles whose weights, gradients and optimizer state are moved to host memory while roles that
-    share their GPUs compute: ``policy``, ``critic``, ``reference``, ``teacher``, ``reward``."""
+    share their GPUs compute."""
     hardware: str | None = None
     """Intended cluster, as NODESxGPUSxNAME (4x8xA800-80GB; 8xA800-80GB: one node), for ``burnish
     plan`` without ``--cluster``, and for a run's memory check if the starting process has no GPUs.
-    Reserves nothing. None: this machine."""
+    None: this machine."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Seconds until workers not started and connected are named as missing. Not a limit of later
     computation."""
     heartbeat_timeout_s: float = Field(60.0, gt=0)
-    """Seconds until a hung worker (stopped, deadlocked, machine lost) is detected while a call
+    """Seconds until a hung worker is detected while a call
     waits for it. A thread reports six times in this period, also during long calls. Increase it if
     native code holds the interpreter lock longer (large pickles, first imports from slow disks)."""
     call_timeout_s: float = Field(3600.0, gt=0)
-    """Timeout of one call of a worker that still reports (e.g. an entire forward_backward); it is
+    """Timeout of one call of a worker that still reports; it is
     named, and replaced as if it hung. Also of collectives with waits for a disk or a transfer:
     loading, saving, weight sync."""
     collective_timeout_s: float = Field(600.0, gt=0)

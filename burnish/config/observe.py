@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ class WandbConfig(Node):
     project: str | None = Field(None, min_length=1, max_length=_MAX_PROJECT_CHARS)
     """Project of the run. None: environment variable WANDB_PROJECT, else ``burnish``."""
     name: str | None = Field(None, min_length=1, max_length=_MAX_NAME_CHARS)
-    """Name of the run. None: the name of the run folder."""
+    """Name of the run. None: that of the run folder."""
     entity: str | None = Field(None, min_length=1)
     """User or team of the project. None: WANDB_ENTITY, else the account's default."""
     group: str | None = Field(None, min_length=1, max_length=_MAX_NAME_CHARS)
@@ -62,18 +63,35 @@ class MlflowConfig(Node):
     """MLflow, through its own client. Credentials are its environment variables."""
 
     tracking_uri: str | None = Field(None, min_length=1)
-    """Server (http://host:5000) or store. None: MLFLOW_TRACKING_URI, else MLflow's default, a local
-    database, which needs the package mlflow instead of mlflow-skinny."""
+    """Server (http://host:5000) or store. None: MLFLOW_TRACKING_URI, else MLflow's local
+    database, which needs the package mlflow."""
     experiment: str = Field("burnish", min_length=1)
     """Experiment of the run; created if it is missing."""
     name: str | None = Field(None, min_length=1)
-    """Name of the run. None: the name of the run folder."""
+    """Name of the run. None: that of the run folder."""
 
     def rules(self) -> Iterator[str]:
         if "@" in urlsplit(self.tracking_uri or "").netloc:
             yield (
                 "tracking_uri contains a user name or password; set MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD, and remove them from the URI"
+            )
+
+
+class TrackioConfig(Node):
+    """Trackio, in its database on this machine (``TRACKIO_DIR``)."""
+
+    project: str = Field("burnish", min_length=1)
+    """Project of the run."""
+    name: str | None = Field(None, min_length=1)
+    """Name of the run. None: that of the run folder."""
+
+    def rules(self) -> Iterator[str]:
+        if characters := sorted(set(re.findall(r"[^A-Za-z0-9_-]", self.project))):
+            yield (
+                f"project={self.project} contains {' '.join(characters)}, which Trackio leaves out "
+                "of the name of its database, so that projects would be mixed; use letters, "
+                "digits, - and _"
             )
 
 
@@ -84,9 +102,11 @@ class TrackersConfig(Node):
     tensorboard: bool = False
     """Also write TensorBoard event files under ``tensorboard/``."""
     wandb: WandbConfig | None = None
-    """Also log to Weights & Biases (``pip install 'burnish[wandb]'``). None: no."""
+    """Also log to Weights & Biases (``pip install 'burnish[wandb]'``)."""
     mlflow: MlflowConfig | None = None
-    """Also log to MLflow (``pip install 'burnish[mlflow]'``). None: no."""
+    """Also log to MLflow (``pip install 'burnish[mlflow]'``)."""
+    trackio: TrackioConfig | None = None
+    """Also log to Trackio (``pip install 'burnish[trackio]'``)."""
 
 
 class ObserveConfig(TrackersConfig):

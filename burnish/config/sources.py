@@ -47,7 +47,7 @@ class SourceSettings(Node, ABC):
     weight: float = Field(1.0, gt=0)
     """Relative probability that a row comes from this source. Rows that are left out (``overlong``,
     ``on_bad_row``) do not count: another row of the source replaces each. Evaluations read all
-    rows once, whatever their weight."""
+    rows once."""
 
     @property
     @abstractmethod

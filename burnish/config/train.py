@@ -73,7 +73,7 @@ class TrainConfig(ScheduleConfig):
     gradient_checkpointing: Checkpointing = False
     """Recompute activations in backward. true: all of a layer but its input (about a third more
     compute, least memory). selective: keep matrix products and attention, recompute the rest
-    (between the two in both). Results are the same."""
+    (between the two in both)."""
     on_oom: Literal["fail", "retry_smaller"] = "fail"
     """Pass that runs out of memory. fail: end with a report. retry_smaller: repeat the update, with
     the same result, in halved micro-batches; keep their size for the rest of the run. Ends if one
@@ -277,14 +277,13 @@ class CheckpointConfig(Node):
     of the folder, or a mapping. None: do not."""
     in_background: bool = False
     """Train while a checkpoint is written (needs train.engine.sharding=full). Each rank first
-    copies its state to CPU memory, which must have room. A checkpoint is valid at the first end of
+    copies its state to CPU memory. A checkpoint is valid at the first end of
     a step after it is complete; until then a crash resumes from the previous one."""
     best_metric: str | None = None
     """Also keep the checkpoint that is the best by this metric, e.g. ``eval/pass@1``, among those
-    that are saved at a step that measures it. A metric that the job does not measure is an error
-    at load. None: the job's default."""
+    that are saved at a step that measures it. None: the job's default."""
     best_mode: Literal["max", "min"] | None = None
-    """Direction in which ``best_metric`` improves. None: by name, and logged (min: losses,
+    """Direction in which ``best_metric`` improves. None: by name (min: losses,
     kl, nll, lengths, truncated and skipped shares, mismatches, times; max: rewards, pass@k,
     accuracies, margins). Required for other metrics."""
 

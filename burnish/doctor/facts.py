@@ -36,7 +36,8 @@ EXTRAS = {
     "mcp": "tools of MCP servers (rollout.episodes.mcp)",
     "tensorboard": "event files for TensorBoard (observe.tensorboard)",
     "wandb": "metrics and samples in Weights & Biases (observe.wandb)",
-    "mlflow": "metrics and samples in MLflow (observe.mlflow)",
+    "mlflow": "metrics in MLflow (observe.mlflow)",
+    "trackio": "metrics in Trackio (observe.trackio)",
     "quant": "4-bit base weights for adapters (model.quantization), and 8-bit AdamW",
 }
 """Extra of the package -> description of its features."""

@@ -20,6 +20,7 @@ _GRACE_S = 5.0
 """Extra time for a tracker that enforces its own time limit, so that it can report the timeout."""
 _TENSORBOARD_TIMEOUT_S = 30.0
 _MLFLOW_TIMEOUT_S = 60.0
+_TRACKIO_TIMEOUT_S = 30.0
 
 
 def check_trackers(config: JobConfig) -> None:
@@ -44,6 +45,10 @@ def check_trackers(config: JobConfig) -> None:
             from burnish.observe.mlflow import check_mlflow
 
             check_mlflow()
+        if observe.trackio is not None:
+            from burnish.observe.trackio import check_trackio
+
+            check_trackio(observe.trackio)
 
 
 def open_trackers(config: JobConfig, run_dir: Path) -> Trackers:
@@ -77,4 +82,10 @@ def open_trackers(config: JobConfig, run_dir: Path) -> Trackers:
             text = yaml.safe_dump(public_recipe(config), sort_keys=False, allow_unicode=True)
             mlflow = MlflowTracker(observe.mlflow, run_dir, text)
             queues.append(TrackerQueue(mlflow, run_dir, limits))
+        if observe.trackio is not None:
+            from burnish.observe.trackio import TrackioTracker
+
+            limits = TrackerLimits(_TRACKIO_TIMEOUT_S)
+            trackio = TrackioTracker(observe.trackio, run_dir, public_recipe(config))
+            queues.append(TrackerQueue(trackio, run_dir, limits))
     return Trackers(queues)

@@ -18,6 +18,7 @@ REQUIREMENTS = {
     "smolagents": ("smolagents[openai]==1.26.0",),
     "litellm": ("litellm==1.106.2", "mcp==2.3.0"),
     "verifiers": ("verifiers==0.4.0", "uv==0.13.9"),
+    "trackio": ("trackio==0.43.0",),
     "lm-eval": ("lm-eval==0.4.13", "aiohttp", "tenacity", "tiktoken"),
 }
 

@@ -41,14 +41,14 @@ def pins(name: str = LOCK) -> dict[str, Version]:
 
 
 def requirements(python: str) -> list[Requirement]:
-    """Of Burnish and its extras, on Linux with this Python. A node needs neither `bench` nor
-    `mlflow`, whose client the tests replace by a stand-in."""
+    """Of Burnish and its extras, on Linux with this Python. A node needs no `bench`,
+    no `mlflow`, whose client the tests replace by a stand-in, and no `trackio`, whose test makes a
+    virtual environment."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"]]
-    lines += [
-        line for name, group in extras.items() if name not in ("bench", "mlflow") for line in group
-    ]
+    left_out = ("bench", "mlflow", "trackio")
+    lines += [line for name, group in extras.items() if name not in left_out for line in group]
     found = [Requirement(line) for line in lines]
     environment = default_environment() | {"python_version": python, "sys_platform": "linux"}
     return [

@@ -28,7 +28,7 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt fuzz keys models docs clean
+.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt fuzz keys models docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,8 +82,12 @@ docs: $(VENV)/.dev  ## regenerate docs/config.md, docs/compare.md, docs/code-map
 	$(BIN)/python tools/architecture_svg.py --write
 	$(BIN)/python tools/code_map.py --write
 
+docs-site: $(VENV)/.dev  ## write the documentation as a site to site/index.html; wrong links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "open site/index.html"
+
 clean:  ## remove the environment and the caches of tools
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp file for each setup, so that later calls are fast.

@@ -144,3 +144,26 @@ def test_every_registered_name_is_in_the_readmes_table(section: str) -> None:
     for name in registry:
         own = f"`{key}: {name}`" in TABLE or f"`loss: {name}`" in TABLE
         assert own or re.search(rf"`{re.escape(key)}: k1`.*`{name}`", TABLE), name
+
+
+CHOICES = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "loss": PREFERENCE_LOSSES}
+
+
+def pairs(words: list[str]) -> Iterator[tuple[str, str]]:
+    """(key, value) of each ``key: value`` whose key selects an algorithm."""
+    found = (re.fullmatch(r"(\w+): (\w+)", word) for word in words)
+    return ((m[1], m[2]) for m in found if m and m[1] in CHOICES)
+
+
+def test_the_page_that_leads_to_an_algorithm_names_valid_recipes_keys_and_choices() -> None:
+    """docs/choose.md: linked recipes load; ``section.key`` and ``key: value`` exist in a job."""
+    page = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
+    recipes = set(re.findall(r"\(\.\./(recipes/\w+\.yaml)\)", page))
+    assert len(recipes) > 20
+    for recipe in recipes:
+        load_config(ROOT / recipe)
+    words = re.findall(r"`([^`]+)`", page)
+    keys = {word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)}
+    known = {row.path for job in JOBS for row in fields_table(job)}
+    assert len(keys) > 8 and keys - known <= {"metrics.jsonl"}
+    assert {key: value for key, value in pairs(words) if value not in CHOICES[key]} == {}

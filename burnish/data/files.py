@@ -325,9 +325,7 @@ def _columnar_rows(path: Path, name: str) -> Source:
 
 def _copied_rows(path: Path, name: str) -> Source:
     """Return the rows of a Parquet file, which is copied when one of them is read."""
-    import pyarrow.parquet as pq
-
-    size = _columnar(path, lambda: int(pq.read_metadata(path).num_rows))
+    size = _columnar(path, lambda: arrow_files.num_rows_of_parquet(path))
 
     def copy() -> tables.Table:
         table = tables.copied(path)

@@ -8,7 +8,8 @@ dictionaries before they are decoded. Reading order: :func:`record_batches`, the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ _BATCH_BYTES = 64 << 20
 _LIST_BYTES = 1 << 30
 """Lists of texts are measured before they are decoded if one could have more bytes."""
 _VALUE_BYTES = 8
+
+FOR_INSPECTION = {b"burnish": b"for inspection"}
+"""Metadata of columns that files of Burnish have for people: they are no columns of data."""
 
 _NOT_IMPLEMENTED = "Not yet implemented"
 """Text of pyarrow's error for a column whose encoding has no dictionary."""
@@ -54,7 +58,7 @@ def record_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of a file, or those of its first ``count`` rows, whose positions are
     checked (:func:`check_positions`). ``columns``: those that are read of Parquet, if the file has
-    them. None: all.
+    them. None: all columns of data (:func:`data_columns`).
 
     Raises ColumnarError if a row decodes to more than MAX_ROW_BYTES, or if the columns have equal
     names or unsupported types; otherwise the errors of pyarrow.
@@ -103,22 +107,61 @@ def opened(
     and stay valid after this context.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     if path.suffix.lower() == ".parquet":
-        with pq.ParquetFile(path, memory_map=True) as file:
+        with parquet_file(path) as file:
             _check_number(file.metadata.num_columns)
-            yield file.schema_arrow, _parquet_batches(file, path, columns)
+            schema = file.schema_arrow
+            if columns is None and (names := data_columns(schema)) != schema.names:
+                columns, schema = names, pa.schema(map(schema.field, names), schema.metadata)
+            yield schema, _parquet_batches(file, path, columns)
         return
     with path.open("rb") as head:
         is_file_format = head.read(6) == b"ARROW1"
-    source = pa.memory_map(str(path))
+        mapped = None if is_utf8(path) else mmap(head.fileno(), 0, access=ACCESS_READ)
+    source = pa.memory_map(str(path)) if mapped is None else pa.BufferReader(mapped)
     if is_file_format:
         reader = pa.ipc.open_file(source)
         yield reader.schema, map(reader.get_batch, range(reader.num_record_batches))
     else:
         with pa.ipc.open_stream(source) as stream:
             yield stream.schema, iter(stream)
+
+
+@contextmanager
+def parquet_file(path: Path, **options: Any) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file, memory-mapped if its path is UTF-8: pyarrow reads no other paths."""
+    import pyarrow.parquet as pq
+
+    with ExitStack() as stack:
+        named = is_utf8(path)
+        source: Any = path if named else stack.enter_context(path.open("rb"))
+        yield stack.enter_context(pq.ParquetFile(source, memory_map=named, **options))
+
+
+def is_utf8(path: Path) -> bool:
+    """Return whether a path is UTF-8, as Python's texts of other bytes are not."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def data_columns(schema: pa.Schema) -> list[str]:
+    """Return the names of the columns that are read as data: all but those of sample files that are
+    for inspection."""
+    return [
+        field.name
+        for field in schema
+        if not FOR_INSPECTION.items() <= dict(field.metadata or {}).items()
+    ]
+
+
+def num_rows_of_parquet(path: Path) -> int:
+    """Return the number of rows of a Parquet file, by its footer."""
+    with parquet_file(path) as file:
+        return int(file.metadata.num_rows)
 
 
 def row_values(rows: pa.RecordBatch, i: int, number: int) -> dict[str, Any]:
@@ -407,12 +450,8 @@ class _RowGroup:
 
     def _with_dictionaries(self, paths: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
         """Yield batches of columns of texts, as dictionary arrays."""
-        import pyarrow.parquet as pq
-
         metadata, rows = self._file.metadata, [self._group]
-        with pq.ParquetFile(
-            self._path, metadata=metadata, read_dictionary=paths, memory_map=True
-        ) as file:
+        with parquet_file(self._path, metadata=metadata, read_dictionary=paths) as file:
             yield from file.iter_batches(batch_size=batch_rows, row_groups=rows, columns=paths)
 
 

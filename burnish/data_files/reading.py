@@ -188,10 +188,9 @@ def _names_of(file: Path) -> frozenset[str] | None:
     if suffix_of(file) != ".parquet":
         names = columns_of(str(file))
         return None if names is None else frozenset(names)
-    import pyarrow.parquet
-
     try:
-        return frozenset(pyarrow.parquet.read_schema(file).names)
+        with arrow_files.parquet_file(file) as opened:
+            return frozenset(arrow_files.data_columns(opened.schema_arrow))
     except arrow_files.READ_ERRORS:
         return None
 
@@ -357,9 +356,7 @@ def num_rows_of(paths: Sequence[Path]) -> int | None:
 def _rows_of_file(path: Path) -> int | None:
     suffix = suffix_of(path)
     if suffix == ".parquet":
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.read_metadata(path).num_rows)
+        return arrow_files.num_rows_of_parquet(path)
     if suffix == ".arrow":
         with arrow_files.opened(path) as (_, batches):
             return sum(int(batch.num_rows) for batch in batches)

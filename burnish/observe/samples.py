@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from burnish.compact import IntRuns
-from burnish.data_files.arrow_files import record_batches
+from burnish.data_files.arrow_files import FOR_INSPECTION, record_batches
 from burnish.observe.files import replacing
 from burnish.secret import without_secrets
 
@@ -47,6 +47,7 @@ SCHEMA = pa.schema(
         ("dropped", pa.string()),  # split `dropped`: why no step trains its group; else null
     ]
 )
+"""Columns of a sample file. All but ``dropped`` are columns of data for jobs that read it."""
 
 TOKEN_SCHEMA = pa.schema(
     [
@@ -68,8 +69,8 @@ TOKEN_SCHEMA = pa.schema(
     ]
 )
 """Columns of a sample file with the tokens of a sample, all rows of an episode in their order. The
-lists of a sample have the same length. A column that a run does not compute is null. Numbers that
-are not finite are saved as they are."""
+lists of a sample have the same length. A column that a run does not compute, and all of a file
+without tokens, are null. Numbers that are not finite are saved as they are."""
 
 _REPEATED = [
     *SCHEMA.names,
@@ -77,6 +78,7 @@ _REPEATED = [
 ]
 """Columns of the file with values that repeat. Dictionaries make the others a third larger."""
 
+_OF_DATA = frozenset(SCHEMA.names) - {"dropped"}
 DROPPED = "dropped"
 """Split of the samples that no step trains."""
 _TRAIN_STEM = "step"
@@ -122,13 +124,16 @@ def write_samples(
     stem = _TRAIN_STEM if split == "train" else split
     path = Path(run_dir) / SAMPLES_DIR / f"{stem}_{step:06d}.parquet"
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    if tokens is not None:
-        nulls = TOKEN_SCHEMA.empty_table().take(pa.nulls(len(table) - len(tokens), pa.int64()))
-        columns = pa.concat_tables([tokens, nulls])
-        for field in TOKEN_SCHEMA:
-            table = table.append_column(field, columns[field.name])
-    with replacing(path) as scratch:
-        pq.write_table(table, scratch, compression="zstd", use_dictionary=_REPEATED)
+    known_tokens = TOKEN_SCHEMA.empty_table() if tokens is None else tokens
+    nulls = known_tokens.slice(0, 0).take(pa.nulls(len(table) - len(known_tokens), pa.int64()))
+    columns = pa.concat_tables([known_tokens, nulls])
+    for field in TOKEN_SCHEMA:
+        table = table.append_column(field, columns[field.name])
+    fields = [f if f.name in _OF_DATA else f.with_metadata(FOR_INSPECTION) for f in table.schema]
+    with replacing(path) as scratch, scratch.open("wb") as file:
+        pq.write_table(
+            table.cast(pa.schema(fields)), file, compression="zstd", use_dictionary=_REPEATED
+        )
     return path
 
 

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from burnish.data_files.arrow_files import READ_ERRORS
+from burnish.data_files.arrow_files import READ_ERRORS, num_rows_of_parquet
 from burnish.observe.samples import read_sample_file, sample_files
 from burnish.runs.curves import is_finite
 
@@ -137,7 +135,7 @@ class _Files:
         self._total = 0
         for step, path in files:
             try:
-                self._total += pq.read_metadata(path).num_rows
+                self._total += num_rows_of_parquet(path)
                 self.readable.append((step, path))
             except READ_ERRORS as error:
                 self._leave_out(path, error)

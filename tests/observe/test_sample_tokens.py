@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,6 +18,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import burnish.observe.sample_tokens as sample_tokens
 from burnish.batches import groups_to_batch
+from burnish.data.base import Row
+from burnish.data.forms import open_rows
+from burnish.data.prompts.config import PromptDataConfig
+from burnish.data_files.reading import first_row
 from burnish.observe.sample_tokens import TokenTexts, token_table
 from burnish.observe.samples import (
     SCHEMA,
@@ -229,7 +235,49 @@ def test_other_readers_do_not_read_the_tokens(tmp_path: Path) -> None:
     assert old is not None and new is not None
     assert [list(row) for row in read_sample_file(new)] == [SCHEMA.names]
     assert samples_with_tokens(old) == [] and read_tokens(old, "a") is None
-    assert pq.read_schema(new).names == [*SCHEMA.names, *TOKEN_SCHEMA.names]
+    names = [*SCHEMA.names, *TOKEN_SCHEMA.names]
+    assert pq.read_schema(old).names == pq.read_schema(new).names == names
+
+
+def _rows(source: str) -> list[Row]:
+    source_of_rows = open_rows(PromptDataConfig(sources=(source,)))[0]
+    return [source_of_rows[i] for i in range(len(source_of_rows))]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_sample_files_of_all_kinds_are_one_source_of_data(tmp_path: Path, older: bool) -> None:
+    """Without the columns that people read, which files of older versions do not have."""
+    group = Group(0, Prompt("p", (20,), "q"), (_sample("a", prompt=2, response=5),))
+    table = token_table(group.samples, _batch(group.samples), _texts())
+    write_samples(tmp_path, 1, [group], None, limit=9, tokens=table)
+    write_samples(tmp_path, 2, [group], None, limit=9)
+    write_samples(tmp_path, 2, [group], None, limit=9, split="dropped", dropped={"p": "equal"})
+    folder = tmp_path / "samples"
+    if older:
+        kept = pq.read_table(folder / "step_000002.parquet").drop([*TOKEN_SCHEMA.names, "dropped"])
+        pq.write_table(kept, folder / "step_000002.parquet")
+    rows = _rows(str(folder))
+    assert [row.values["step"] for row in rows] == [2, 1, 2]
+    assert all(list(row.values) == [n for n in SCHEMA.names if n != "dropped"] for row in rows)
+    first = first_row(str(folder / "step_000001.parquet"))
+    assert first is not None and list(first) == list(rows[0].values)
+
+
+def test_files_in_a_folder_whose_name_is_not_utf_8_are_read(tmp_path: Path) -> None:
+    run = tmp_path / os.fsdecode(b"run_\xff")
+    group = Group(0, Prompt("p", (20,), "q"), (_sample("a", prompt=2, response=5),))
+    table = token_table(group.samples, _batch(group.samples), _texts())
+    path = write_samples(run, 1, [group], None, limit=9, tokens=table)
+    assert path is not None and len(read_sample_file(path)) == 1
+    columns = read_tokens(path, "a")
+    assert columns is not None and len(columns["tokens"]) == 7
+    (row,) = _rows(str(path))
+    assert row.values["response"] == group.samples[0].text
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file:
+        with pa.ipc.new_file(file, pa.schema([("prompt", pa.string())])) as writer:
+            writer.write(pa.record_batch({"prompt": ["q"]}))
+    (tmp_path / "rows.arrow").rename(run / "rows.arrow")
+    assert [row.values for row in _rows(str(run / "rows.arrow"))] == [{"prompt": "q"}]
 
 
 def test_a_run_gives_the_tokens_of_a_sample_as_a_data_frame(tmp_path: Path) -> None:

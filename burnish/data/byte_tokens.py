@@ -8,7 +8,8 @@ also the letters among them. So the text of a token can depend on tokens far bef
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -36,6 +37,34 @@ def byte_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, int]:
             and str(tokenizer.decode([token])) != name  # else it is a word of the vocabulary
         }
     return known
+
+
+def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[bytes | None]:
+    """Return the bytes of each token: of byte tokens, and of byte-level vocabularies. None for
+    others."""
+    values = byte_tokens(tokenizer)
+    pieces = zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
+    return [bytes([values[i]]) if i in values else _bytes_of(str(piece)) for i, piece in pieces]
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """Return the bytes of a token of a byte-level vocabulary."""
+    alphabet = _byte_alphabet()
+    try:
+        return bytes(alphabet[character] for character in piece)
+    except KeyError:
+        return None
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return character -> byte of byte-level vocabularies: printable Latin-1 stands for itself, the
+    other bytes are numbered from U+0100."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }
 
 
 def is_inside_character(byte: int | None) -> bool:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
-from burnish.data.byte_tokens import REPLACEMENT, byte_tokens, is_inside_character
+from burnish.data.byte_tokens import REPLACEMENT, byte_tokens, bytes_of, is_inside_character
 from burnish.data.decoding import CONTEXT, Decode, begins_text, context_of, window_of
 
 if TYPE_CHECKING:
@@ -52,10 +51,7 @@ def token_parts(
     ends = [min(max(end, begin), len(text)) for end in places.ends]
     ends[-1] = len(text)
     texts = [text[start:end] for start, end in pairwise([begin, *ends])]
-    values = byte_tokens(tokenizer)
-    pieces = zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
-    raw = [bytes([values[i]]) if i in values else _bytes_of(str(piece)) for i, piece in pieces]
-    return tuple(_with_bytes(texts, raw))
+    return tuple(_with_bytes(texts, bytes_of(tokenizer, ids)))
 
 
 class _Places:
@@ -140,23 +136,3 @@ def _whole(texts: Sequence[str], raw: Sequence[bytes | None], place: int) -> int
         if data.decode("utf-8", "replace") == text:
             return i + 1
     return place
-
-
-def _bytes_of(piece: str) -> bytes | None:
-    """Return the bytes of a token of a byte-level vocabulary."""
-    alphabet = _byte_alphabet()
-    try:
-        return bytes(alphabet[character] for character in piece)
-    except KeyError:
-        return None
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """Return character -> byte of byte-level vocabularies: printable Latin-1 stands for itself, the
-    other bytes are numbered from U+0100."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + number): byte for number, byte in enumerate(others)
-    }

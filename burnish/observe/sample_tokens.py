@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from burnish.data.byte_tokens import REPLACEMENT, bytes_of
 from burnish.observe.samples import TOKEN_SCHEMA
 from burnish.types import Batch, Sample
 
@@ -25,7 +26,6 @@ MAX_PROMPT_TOKENS = 1024
 MAX_TOKENS = 8192
 """Saved tokens of a sample, its last ones."""
 
-_REPLACEMENT = "\ufffd"
 _MOST_SHARED = 8  # tokens of a few characters
 
 
@@ -115,9 +115,12 @@ class TokenTexts:
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         texts = [self._text_of(token) for token in ids]
+        alone = self._decoded(ids[:1])
+        if alone and REPLACEMENT not in alone and alone.lstrip() != texts[0].lstrip():
+            texts[0] = alone  # WordPiece writes the ## of a first token
         place = 0
         while place < len(ids):
-            if _REPLACEMENT in texts[place]:
+            if REPLACEMENT in texts[place]:
                 end, text = self._characters(ids, place)
                 texts[place:end] = [""] * (end - place - 1) + [text]
                 place = end
@@ -134,19 +137,27 @@ class TokenTexts:
     def _characters(self, ids: Sequence[int], place: int) -> tuple[int, str]:
         """Return the end of the tokens from ``place`` on that are complete characters together, and
         their text; the form of one token if there are none."""
-        for end in range(place + 2, min(place + _MOST_SHARED, len(ids)) + 1):
+        for end in range(place + 1, min(place + _MOST_SHARED, len(ids)) + 1):
             text = self._decode(ids[place:end])
-            if _REPLACEMENT not in text:
+            if REPLACEMENT not in text or self._is_written(ids[place:end], text):
                 return end, text
         return place + 1, self._form(ids[place])
 
+    def _is_written(self, ids: Sequence[int], text: str) -> bool:
+        """Return whether U+FFFD in a text is the character that the tokens write, not bytes that
+        are none."""
+        if len(ids) == 1 and REPLACEMENT in self._form(ids[0]):
+            return True
+        raw = [data for data in bytes_of(self._tokenizer, ids) if data is not None]
+        return len(raw) == len(ids) and b"".join(raw) == text.encode()
+
     def _decode(self, ids: Sequence[int]) -> str:
-        before, both, alone = (
-            str(self._tokenizer.decode(part, clean_up_tokenization_spaces=False))
-            for part in (self._before, [*self._before, *ids], list(ids))
-        )
+        before, both, alone = map(self._decoded, (self._before, [*self._before, *ids], ids))
         text = both.removeprefix(before) if both.startswith(before) else alone
         return text.encode("utf-8", "replace").decode()
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def _form(self, token: int) -> str:
         return str(self._tokenizer.convert_ids_to_tokens(token) or f"<{token}>")

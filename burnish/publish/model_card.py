@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,8 @@ from burnish.secret import without_secret_values, without_secrets
 
 CARD = "README.md"
 MAX_METRICS = 12
-"""Rows of the table of final and best values."""
+"""Metrics in the table of final and best values. One that is measured on several evaluation sets
+counts once, and has a row for each."""
 MAX_CURVES = 4
 """Columns of the table of values by step."""
 MAX_POINTS = 20
@@ -163,23 +165,18 @@ def _metrics_section(lines: Lines, recipe: Mapping[str, Any]) -> str:
     best_metric, best_mode = (_below(recipe, "checkpoint", f"best_{k}") for k in ("metric", "mode"))
     sets = _below(recipe, "eval", "sets")
     bare = {name: _without_set(name, sets if isinstance(sets, dict) else ()) for name in measured}
-    names = list(  # in the order of the report
-        dict.fromkeys(
-            [name for name in measured if name == best_metric]
-            + [
-                name
-                for chart in CHARTS
-                if chart.section == LEARNING
-                for pattern in chart.names
-                for name in measured
-                if fnmatchcase(name, pattern) or fnmatchcase(bare[name], pattern)
-            ]
-        )
-    )
+    charts = _learning_charts(measured, bare)
+    first = [name for name in measured if name == best_metric]
+    names = list(dict.fromkeys([*first, *chain(*charts)]))  # in the order of the report
     if not names:
         return "## Metrics\n\nThis checkpoint has no recorded learning metrics."
+    # The first metric of every chart has a place before the second one of any.
+    by_chart = [*first, *filter(None, chain(*zip_longest(*charts)))]
+    kinds = list(dict.fromkeys(bare[name] for name in by_chart))
+    shown = [name for name in names if bare[name] in kinds[:MAX_METRICS]]
+    curves = list(dict.fromkeys(first + [chart[0] for chart in charts if chart] + names))
     rows = ["| metric | final | step | best | step |", "| --- | --- | --- | --- | --- |"]
-    for name in names[:MAX_METRICS]:
+    for name in shown:
         points = _points(lines, name)
         last, direction = points[-1], better(name)
         if name == best_metric and best_mode is not None:
@@ -190,7 +187,28 @@ def _metrics_section(lines: Lines, recipe: Mapping[str, Any]) -> str:
             continue
         best = (max if direction == "max" else min)(points, key=lambda point: point[1])
         rows.append(f"{row} {best[1]:.4g} | {best[0]} |")
-    return "## Metrics\n\n" + "\n".join(rows) + "\n\n" + _curve(lines, names[:MAX_CURVES])
+    omitted = [f"`{name}`" for name in names if name not in shown]
+    more = f"\n\nAlso measured: {', '.join(omitted)}." if omitted else ""
+    table = "\n".join(rows) + more
+    return f"## Metrics\n\n{table}\n\n{_curve(lines, curves[:MAX_CURVES])}"
+
+
+def _learning_charts(names: Sequence[str], bare: Mapping[str, str]) -> list[list[str]]:
+    """Return the metrics of each chart of the report on learning, each metric once. ``bare``: name
+    -> name without its evaluation set."""
+    charts: list[list[str]] = []
+    for chart in (chart for chart in CHARTS if chart.section == LEARNING):
+        drawn = set(chain(*charts))
+        charts.append(
+            [
+                name
+                for pattern in chart.names
+                for name in names
+                if fnmatchcase(name, pattern) or fnmatchcase(bare[name], pattern)
+                if name not in drawn
+            ]
+        )
+    return charts
 
 
 def _without_set(metric: str, sets: Iterable[str]) -> str:

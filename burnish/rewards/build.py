@@ -74,15 +74,17 @@ def check_rewards(configs: Sequence[RewardSettings]) -> None:
 
 def named_functions(given: Any) -> dict[str, Callable[..., Any]]:
     """Return the functions that a caller passed by name: one callable has none. Raises
-    RewardError if ``given`` is neither a callable nor a mapping of names to callables."""
+    RewardError if ``given`` is neither a callable nor a mapping of names to callables, pairs of
+    these, or empty."""
     if callable(given):
         return {"": given}
-    if not isinstance(given, Mapping | None):
+    try:
+        functions = {} if given is None else dict(given)
+    except (TypeError, ValueError) as error:
         raise RewardError(
             f"rewards={_short(given)} is no callable; pass one, or several by the names of their "
             'entries in the recipe: rewards={"name": callable}'
-        )
-    functions = dict(given or {})
+        ) from error
     for name, function in functions.items():
         if not callable(function):
             raise RewardError(f"rewards[{name!r}]={_short(function)} is no callable; pass one")

@@ -272,6 +272,31 @@ def test_the_card_has_the_best_metric_and_those_of_evaluation_sets(tmp_path: Pat
     assert all(row[1:] == ["2", "2", "2", "2"] for row in rows[1:])
 
 
+def test_the_metrics_of_many_evaluation_sets_leave_room_for_others(tmp_path: Path) -> None:
+    """18 pass rates are three metrics on six sets. Of more than twelve metrics, those of all charts
+    are in the table, and the others are named."""
+    sets, rates = [f"s{i}" for i in range(6)], ("pass@1", "pass@4", "pass@8")
+    (tmp_path / "checkpoints").mkdir()
+    recipe = {"job": "rl", "eval": {"sets": {name: {} for name in sets}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    measured = [f"eval/{name}/{rate}" for name in sets for rate in rates]
+    parts = [f"reward/part{i:02d}" for i in range(20)]
+    measured += ["reward/mean", "train/loss", *parts]
+    line = {"step": 1, "time": 1, **dict.fromkeys(measured, 0.5)}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
+    path = write_card(tmp_path, tmp_path, model="policy", lora="merge", title="x")
+    assert path is not None
+    section = path.read_text().partition("## Metrics")[2].partition("## Recipe")[0]
+    table, _, rest = section.partition("Also measured: ")
+    shown = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert shown[:20] == [*sorted(measured[:18], key=lambda n: n), "reward/mean", "train/loss"]
+    assert shown[20:] == parts[:7]
+    assert all(f"`{name}`" in rest for name in parts[7:])
+    curves = [line for line in rest.splitlines() if line.startswith("| step |")]
+    columns = ("eval/s0/pass@1", "reward/mean", "train/loss", "reward/part00")
+    assert curves == ["| step | " + " | ".join(f"`{name}`" for name in columns) + " |"]
+
+
 @pytest.mark.parametrize(
     ("tree", "public"),
     [

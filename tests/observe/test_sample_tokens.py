@@ -108,6 +108,26 @@ def test_bytes_that_are_no_character_have_the_form_of_the_tokenizer() -> None:
     assert TokenTexts(tokenizer)([10**6]) == ["<1000000>"]
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_replacement_character_of_the_text_is_kept(kind: str) -> None:
+    """U+FFFD has three bytes, as bytes that are no character may have."""
+    tokenizer = TOKENIZERS[kind]
+    text = "a\ufffd\ufffd日 \ufffd"
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    joined = "".join(TokenTexts(tokenizer)(ids))
+    assert joined.removeprefix(" ") == text
+
+
+def test_a_row_of_wordpiece_may_begin_inside_a_word() -> None:
+    words = ["[UNK]", "play", "##ing", "cat", "\ufffd"]
+    backend = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    for ids in ([2, 3], [1, 2, 3], [3, 4, 2]):
+        joined = "".join(TokenTexts(tokenizer)(ids))
+        assert joined.removeprefix(" ") == tokenizer.decode(ids)
+
+
 # ---- the table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,21 @@ def test_a_published_classifier_reads_what_apply_chat_template_returns(
     behind = reward.decode(ids[len(begin) :])
     newlines = ("chatml", "smollm2", "qwen3", "qwq", "gemma")
     assert behind == ("\n" if family in newlines else ""), family
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["policy's tokens", "other tokens"])
+def test_a_row_that_fills_the_positions_ends_at_its_end_token(same: bool) -> None:
+    """The line break behind it has no position. A row that does not fit without it is complete."""
+    reward, policy = published_tokenizer("chatml"), published_tokenizer("chatml")
+    if not same:
+        policy.add_tokens(["another"])
+    item = item_of(policy, ASKED)
+    make = partial(reward_encoder, reward, policy, "rm", to_last_token=True)
+    ids = ids_of(make(), item)
+    for max_len, length in ((len(ids), 0), (len(ids) - 1, 1), (len(ids) - 2, 0)):
+        found = ids_of(make(max_len=max_len), item)
+        assert found == ids[: len(ids) - length], max_len
+    assert reward.decode(ids[-2:]) == "<|im_end|>\n"
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def test_a_reward_that_always_fails_does_not_go_on_for_ever(generate: MakeConfig
         (["a", None], {"a": "it", "function": "it"}, None),
         ([None, None], "one", None),
         (["a"], {"other": "it"}, None),
+        (["a", "b"], "pairs", None),
+        ([], "empty", None),
     ],
 )
 def test_callables_of_rewards_are_named_as_their_entries(
@@ -130,6 +132,7 @@ def test_callables_of_rewards_are_named_as_their_entries(
         return 1.0
 
     forms: dict[str, Any] = {"list": [reward], "text": "rewards.py:f", "one": reward}
+    forms |= {"pairs": [("a", reward), ("b", reward)], "empty": ()}
     if isinstance(given, dict):
         value = {name: reward if f == "it" else f for name, f in given.items()}
     else:

@@ -186,6 +186,7 @@ def load_model_reward(
         separator = str(config.step_separator or metadata["step_separator"])
         if problem := separator_problem(tokenizer, separator):
             raise ModelError(f"reward {name!r}, {describe(config.model)}: {problem}")
+    limit = num_positions(config.model)
     encode = reward_encoder(
         tokenizer,
         policy_tokenizer,
@@ -193,8 +194,8 @@ def load_model_reward(
         step_separator=separator,
         to_last_token=scores_last_token(metadata),
         pad_id=_pad_id(config.model),
+        max_len=limit,
     )
-    limit = num_positions(config.model)
     reward = ModelScorer(name, make_engine(spec), encode, scale, max_len=limit)
     if aggregation is None or separator is None:
         return reward

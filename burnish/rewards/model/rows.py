@@ -118,12 +118,14 @@ def reward_encoder(
     step_separator: str | None = None,
     to_last_token: bool = False,
     pad_id: int | None = None,
+    max_len: int | None = None,
 ) -> Encode:
     """Return the encoder of a reward model for the responses of a policy. Raises RewardError if the
     reward model's template cannot write an answer. ``name``: as in
     :class:`RowEncoder`. ``step_separator``: that of a process reward model; responses keep it if it
     is a special token of the policy. ``to_last_token``: rows of conversations go to the last token
     of their rendering that is not ``pad_id``; otherwise they end with the end token of the answer.
+    ``max_len``: tokens behind the end token that the model has no positions for are left out.
     """
     text_of = partial(_with_first_space, policy_tokenizer)
     if step_separator and tokens_within(policy_tokenizer, step_separator):
@@ -133,10 +135,14 @@ def reward_encoder(
     rows.check()
     same = same_tokens(reward_tokenizer, policy_tokenizer)
     encode: Encode = SampledRows(rows) if same else rows
-    return _to_last_token(encode, rows, pad_id) if to_last_token and not continues else encode
+    if not to_last_token or continues:
+        return encode
+    return _to_last_token(encode, rows, pad_id, max_len)
 
 
-def _to_last_token(encode: Encode, rows: RowEncoder, pad_id: int | None) -> Encode:
+def _to_last_token(
+    encode: Encode, rows: RowEncoder, pad_id: int | None, max_len: int | None
+) -> Encode:
     """Return an encoder of conversations as the template of ``rows`` renders them, up to the last
     token that is not ``pad_id``, as transformers' classifiers score it. ``encode`` encodes plain
     text, cut answers, and what the template cannot render; then the tokens that it writes behind
@@ -145,13 +151,20 @@ def _to_last_token(encode: Encode, rows: RowEncoder, pad_id: int | None) -> Enco
     if behind:
         _notice_of_end(rows, behind)
 
+    def fitting(ids: list[int]) -> list[int]:
+        """Return the ids without those behind the end token that are beyond ``max_len``."""
+        over = 0 if max_len is None else len(ids) - max_len
+        written = ids[len(ids) - len(behind) :] == behind
+        return ids[:-over] if written and 0 < over <= len(behind) else ids
+
     def encode_to_last_token(item: RewardInput) -> Pair:
         answer = _answer_of(item, rows.text_of)
         if (ids := rows.rendered(answer)) is not None:
-            return _without_padding((), ids, pad_id)
+            return _without_padding((), fitting(ids), pad_id)
         prompt, response = encode(item)
         if answer.messages is not None and list(response[-1:]) == [end]:
-            response = [*response, *behind]
+            row = fitting([*prompt, *response, *behind])
+            response = row[len(prompt) :]
         return _without_padding(prompt, response, pad_id)
 
     return encode_to_last_token

@@ -32,7 +32,7 @@ BASE = MATHS | {
     ),
     *("host_copies", "model_text", "reasoning_tags", "special_tokens", "template_charges"),
     "templates",
-    *("schema_keywords", "tool_arguments", "user_calls", "vocabulary"),
+    *("byte_tokens", "schema_keywords", "tool_arguments", "user_calls", "vocabulary"),
 }
 LOOPS = BASE | {
     *(
@@ -86,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "user_calls": {"errors"},
     "call_guard": set(),
     "vocabulary": set(),
+    "byte_tokens": set(),
     "tensors": set(),
     "host_copies": set(),
     "algorithms": MATHS,

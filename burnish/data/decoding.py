@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from burnish.byte_tokens import byte_tokens, is_inside_character
 from burnish.chat_message import REASONING
-from burnish.data.byte_tokens import byte_tokens, is_inside_character
 from burnish.data.pieces import adds_space_behind, plain_ids
 from burnish.data.rendering import render_text, tags_of, writes_channels
 from burnish.data.sources import DataError
@@ -55,7 +55,7 @@ def context_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[i
     """Return the last tokens of ``ids``, behind which other tokens decode as behind all of them.
 
     They begin with a complete character and have tokens that every text shows. The text of a run of
-    byte tokens may depend on more of them (:mod:`burnish.data.byte_tokens`).
+    byte tokens may depend on more of them (:mod:`burnish.byte_tokens`).
     """
     hidden, values = hidden_tokens(tokenizer), byte_tokens(tokenizer)
     begin, num_shown = len(ids), 0

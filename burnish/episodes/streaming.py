@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from burnish.data.byte_tokens import REPLACEMENT, byte_tokens
+from burnish.byte_tokens import REPLACEMENT, byte_tokens
 from burnish.data.decoding import Decode, begins_text, context_of, removes_spaces, window_of
 from burnish.episodes.framing import FrameHold
 from burnish.model_text import Pattern

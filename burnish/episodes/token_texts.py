@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
-from burnish.data.byte_tokens import REPLACEMENT, byte_tokens, bytes_of, is_inside_character
+from burnish.byte_tokens import REPLACEMENT, byte_tokens, bytes_of, is_inside_character
 from burnish.data.decoding import CONTEXT, Decode, begins_text, context_of, window_of
 
 if TYPE_CHECKING:

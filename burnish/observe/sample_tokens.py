@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from burnish.data.byte_tokens import REPLACEMENT, bytes_of
+from burnish.byte_tokens import REPLACEMENT, bytes_of
 from burnish.observe.samples import TOKEN_SCHEMA
 from burnish.types import Batch, Sample
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from burnish.byte_tokens import REPLACEMENT, TailTokens
 from burnish.compact import FloatArray, IntArray, IntLists
-from burnish.data.byte_tokens import REPLACEMENT, TailTokens
 from burnish.data.decoding import hidden_tokens, removes_spaces, report_unread, response_decoder
 from burnish.rollout.base import Completion, Request, Sampling, VersionSpan
 from burnish.special_tokens import end_token_ids

@@ -10,7 +10,7 @@ import pytest
 from chat_templates import PUBLISHED, published_tokenizer
 from tokenizer_kinds import KINDS, response, tokenizer_of
 
-from burnish.data.byte_tokens import byte_tokens
+from burnish.byte_tokens import byte_tokens
 from burnish.data.chat import encode_completion, encode_prompt
 from burnish.data.decoding import response_text
 from burnish.episodes.renderer import ChatRenderer, TextCodec

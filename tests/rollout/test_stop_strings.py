@@ -11,7 +11,7 @@ import pytest
 from chat_templates import trl_tokenizer
 from tokenizer_kinds import KINDS, response, sentencepiece_bytes, tokenizer_of
 
-from burnish.data.byte_tokens import TailTokens, byte_tokens
+from burnish.byte_tokens import TailTokens, byte_tokens
 from burnish.data.decoding import response_decoder
 from burnish.rollout.base import Sampling
 from burnish.rollout.requests import StopRule

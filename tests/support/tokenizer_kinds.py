@@ -10,7 +10,7 @@ from chat_families import byte_bpe, chat_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from burnish.data.byte_tokens import byte_tokens
+from burnish.byte_tokens import byte_tokens
 
 WORDS = ("a", "b", "the", "tion", "ST", "OP", "\n", ".", ",", "'", "n't", "'s", "?", "漢", "é")
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -56,6 +56,8 @@ _PARAMETERS = {
     "container": Parameter("the server has no code execution"),
     "prefill": Parameter("a response cannot be begun by the client"),
 }
+_SERVER_TOOLS = ("web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search")
+"""Beginnings of the types of tools that Anthropic's server runs."""
 _MESSAGE_KEYS = frozenset(
     {
         *("role", "content"),
@@ -140,7 +142,7 @@ class Messages:
 
 
 def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
-    tools = root.read("tools", _read_tools, ())
+    tools, server_tools = root.read("tools", _read_tools, ((), {}))
     unsupported = unsupported_parameters(root, _PARAMETERS)
     ignored: list[str] = []
     if output := root.get("output_config"):
@@ -161,6 +163,7 @@ def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
         model=root.need("model").name(),
         messages=_read_messages(root, max_messages),
         tools=tools,
+        server_tools=server_tools,
         tool_choice=_read_choice(choice, tools),
         max_tokens=max_tokens,
         stop=root.read("stop_sequences", stop_texts, ()),
@@ -186,14 +189,19 @@ def _thinks(node: Json | None) -> bool:
     return display is None or display.value != "omitted"
 
 
-def _read_tools(node: Json) -> tuple[Any, ...]:
-    tools = []
+def _read_tools(node: Json) -> tuple[tuple[Any, ...], dict[str, str]]:
+    """Return (functions, tools of the server) as ModelCall has them."""
+    tools: list[dict[str, Any]] = []
+    server_tools: dict[str, str] = {}
     for tool in node.items():
         kind = tool.get("type")
+        if kind is not None and str(kind.value).startswith(_SERVER_TOOLS):
+            server_tools[kind.path] = kind.name()
+            continue
         if kind is not None and kind.value != "custom":
-            raise kind.wrong("'custom': the server has no tools of its own")
+            raise kind.wrong("'custom': describe other tools by their schema")
         tools.append(function_tool(tool, "input_schema"))
-    return checked_tools(tools, node.path)
+    return checked_tools(tools, node.path), server_tools
 
 
 def _read_choice(node: Json | None, tools: tuple[Any, ...]) -> ToolChoice:
@@ -244,11 +252,25 @@ def _add_user_blocks(conversation: Conversation, content: Json) -> None:
         if texts:
             conversation.add({"role": "user", "content": text_of(texts)}, content.path)
             texts = []
-        result = block.read("content", lambda node: joined_text(node, _TEXT), "")
+        result = block.read("content", _result_text, "")
         call_id = block.need("tool_use_id").name()
         conversation.add({"role": "tool", "content": result, "tool_call_id": call_id}, block.path)
     if texts:
         conversation.add({"role": "user", "content": text_of(texts)}, content.path)
+
+
+def _result_text(node: Json) -> str:
+    """Return the text of a result. A reference to a tool, with which a client answers a search for
+    tools, is the name of the tool."""
+    if not isinstance(node.value, list):
+        return joined_text(node, _TEXT)
+    parts = [
+        f"[tool {part.need('tool_name').name()}]"
+        if part.need("type").value == "tool_reference"
+        else part_text(part, {**_TEXT, "tool_reference": ""})
+        for part in node.items()
+    ]
+    return text_of(parts)
 
 
 def _read_assistant(content: Json) -> dict[str, Any]:

@@ -128,6 +128,11 @@ class ModelCall:
     tools: tuple[Mapping[str, Any], ...] = ()
     """Functions: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
     Names are unique."""
+    server_tools: Mapping[str, str] = field(default_factory=dict)
+    """Tools that the server would run itself: JSON path of the type -> type, such as
+    ``web_search``. No server of this project has one."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Names of tools that the client knows in another form: name -> (namespace, name)."""
     prompt: str | tuple[int, ...] | None = None
     """Prompt of a completion without a chat template: text or token ids."""
     more_prompts: tuple[str | tuple[int, ...], ...] = ()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from burnish.agents.accepted import Accepted
 from burnish.agents.calls import Backend
 from burnish.agents.session import MODEL, TrainingSession
 from burnish.environments.pool import EpisodeFailedError
@@ -90,6 +91,7 @@ class AgentProgram:
 
     server: AgentServer
     agents: Agents
+    accepted: Accepted = Accepted()
     _warned: set[str] = field(default_factory=set)
 
     async def start(self) -> None:
@@ -98,7 +100,7 @@ class AgentProgram:
 
     async def run_episode(self, task: Task, policy: Policy, limits: EpisodeLimits) -> EpisodeResult:
         """Run one episode: run the agent until it returns, fails, or reaches the time limit."""
-        session = TrainingSession(task, policy, limits)
+        session = TrainingSession(task, policy, limits, self.accepted)
         endpoint = self.server.admit(session)
         if "prompt_text" in task.row:
             _warn_of_replaced_column()

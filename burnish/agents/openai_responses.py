@@ -46,11 +46,15 @@ _PARAMETERS = {
     "background": Parameter("responses are not stored", (False,)),
     "top_logprobs": Parameter("only log-probs of sampled tokens are known; use 0", (0,)),
 }
+_SERVER_TOOLS = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
+)
+"""Beginnings of the types of tools that OpenAI's server runs."""
 _KEYS_OF_REPLIES = frozenset({"type", "id", "status"})
 _ITEM_KEYS = {
     "message": {"role", "content"},
     "reasoning": {"content", "summary", "encrypted_content"},
-    "function_call": {"call_id", "name", "arguments", "parsed_arguments"},
+    "function_call": {"call_id", "name", "namespace", "arguments", "parsed_arguments"},
     "function_call_output": {"call_id", "output"},
 }
 """Keys of each type of item that are read, and those that clients keep of a reply."""
@@ -71,7 +75,7 @@ class Responses:
         create are refused.
         """
         root = checked_body(body)
-        tools = root.read("tools", _read_tools, ())
+        tools, namespaces, server_tools = root.read("tools", _read_tools, ((), {}, {}))
         include = [node.text() for node in root.read("include", Json.items, [])]
         unsupported, ignored = _text_and_reasoning(root)
         ignored += ["include"] * (not {_LOGPROBS}.issuperset(include))
@@ -81,6 +85,8 @@ class Responses:
             model=root.need("model").name(),
             messages=_Input(max_messages).read(root),
             tools=tools,
+            namespaces=namespaces,
+            server_tools=server_tools,
             tool_choice=openai_choice(
                 root.get("tool_choice"), tools, lambda choice: choice.need("name")
             ),
@@ -174,6 +180,8 @@ class _Input:
                     turn.reasoning += text if is_next else f"\n{text}"
             case "function_call":
                 call_id, name = item.need("call_id").name(), item.need("name").name()
+                namespace = item.read("namespace", Json.text, "")
+                name = _in_namespace(namespace, name) if namespace else name
                 call = tool_call(call_id, name, arguments_of(item.need("arguments")))
                 self._open_turn(item).calls.append(call)
             case "function_call_output":
@@ -226,14 +234,38 @@ def _reply(item: Json) -> str:
     return name if prefix in ("rs", "msg", "fc") else ""
 
 
-def _read_tools(node: Json) -> tuple[Any, ...]:
-    tools = []
+def _read_tools(
+    node: Json,
+) -> tuple[tuple[Any, ...], dict[str, tuple[str, str]], dict[str, str]]:
+    """Return (functions, their namespaces, tools of the server) as ModelCall has them. Functions in
+    a namespace have its name before their own."""
+    tools: list[dict[str, Any]] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    server_tools: dict[str, str] = {}
     for tool in node.items():
         kind = tool.need("type")
-        if kind.value != "function":
-            raise kind.wrong("'function': the server has no tools of its own")
-        tools.append(function_tool(tool, "parameters"))
-    return checked_tools(tools, node.path)
+        if kind.value == "namespace":
+            namespace = tool.need("name").name()
+            for inner in tool.need("tools").items():
+                if inner.need("type").value != "function":
+                    raise inner.need("type").wrong("'function'")
+                function = function_tool(inner, "parameters")
+                name = function["function"]["name"]
+                function["function"]["name"] = _in_namespace(namespace, name)
+                namespaces[function["function"]["name"]] = (namespace, name)
+                tools.append(function)
+        elif str(kind.value).startswith(_SERVER_TOOLS):
+            server_tools[kind.path] = kind.name()
+        elif kind.value == "function":
+            tools.append(function_tool(tool, "parameters"))
+        else:
+            raise kind.wrong("'function', or a 'namespace' of functions")
+    return checked_tools(tools, node.path), namespaces, server_tools
+
+
+def _in_namespace(namespace: str, name: str) -> str:
+    """Return the name by which the model knows a function of a namespace."""
+    return f"{namespace}__{name}"
 
 
 def _unread_keys(node: Json) -> list[str]:
@@ -278,7 +310,7 @@ def _items(call: ModelCall, reply: ModelReply) -> list[dict[str, Any]]:
         items[-1]["content"][0]["logprobs"] = token_logprobs(choice) if call.logprobs else []
     if choice.finish_reason == "length" and items:
         items[-1]["status"] = "incomplete"
-    return items + _call_items(reply, response.calls)
+    return items + _call_items(call, reply, response.calls)
 
 
 def _text_item(kind: Literal["reasoning", "message"], name: str, text: str) -> dict[str, Any]:
@@ -292,18 +324,28 @@ def _text_item(kind: Literal["reasoning", "message"], name: str, text: str) -> d
     return {"type": kind, "id": name, **more, "content": [part], "status": "completed"}
 
 
-def _call_items(reply: ModelReply, calls: Sequence[ShownCall]) -> list[dict[str, Any]]:
+def _call_items(
+    call: ModelCall, reply: ModelReply, shown_calls: Sequence[ShownCall]
+) -> list[dict[str, Any]]:
     return [
         {
             "type": "function_call",
             "id": f"fc_{reply.reply_id}_{number}",
-            "call_id": call.call_id,
-            "name": call.name,
-            "arguments": call.text,
+            "call_id": shown_call.call_id,
+            **_client_name(call, shown_call.name),
+            "arguments": shown_call.text,
             "status": "completed",
         }
-        for number, call in enumerate(calls)
+        for number, shown_call in enumerate(shown_calls)
     ]
+
+
+def _client_name(call: ModelCall, name: str) -> dict[str, str]:
+    """Return the keys that name a called function."""
+    if name not in call.namespaces:
+        return {"name": name}
+    namespace, short = call.namespaces[name]
+    return {"namespace": namespace, "name": short}
 
 
 def _response(
@@ -436,7 +478,7 @@ class ResponseWriter:
         logprobs = token_logprobs(choice) if self._call.logprobs else None
         last = "incomplete" if choice.finish_reason == "length" else "completed"
         yield from self._close(status=last, logprobs=logprobs)
-        for item in _call_items(reply, response.calls):
+        for item in _call_items(self._call, reply, response.calls):
             self._items.append(item)
             emptied = {**item, "arguments": "", "status": "in_progress"}
             yield self._item_event("output_item.added", item=emptied)

@@ -19,6 +19,7 @@ from functools import partial
 from hmac import compare_digest
 from typing import Any, TypeVar
 
+from burnish.agents.accepted import refused_tools
 from burnish.agents.calls import (
     Arrival,
     Arrivals,
@@ -203,6 +204,8 @@ class ServingBackend:
             message = f"there is no model {call.model!r}; this server has {self._names[0]!r}"
             raise CallError(message, status=404, kind="not_found_error", param="model")
         check_supported(call)
+        if call.server_tools:
+            raise refused_tools(call)
 
     async def _answer(self, call: ModelCall, progress: Progress | None) -> ModelReply:
         prompts = [await self._prompt(call)]

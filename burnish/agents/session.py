@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from burnish.agents.accepted import Accepted
 from burnish.agents.calls import (
     Arrival,
     Arrivals,
@@ -57,8 +58,14 @@ class TrainingSession:
     All methods must be called in one event loop.
     """
 
-    def __init__(self, task: Task, policy: Policy, limits: EpisodeLimits) -> None:
-        self.task, self.policy, self.limits = task, policy, limits
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy,
+        limits: EpisodeLimits,
+        accepted: Accepted = Accepted(),
+    ) -> None:
+        self.task, self.policy, self.limits, self.accepted = task, policy, limits, accepted
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the engine's error if it fails: the run cannot continue then."""
         self.counts: Counter[str] = Counter()
@@ -148,7 +155,7 @@ class TrainingSession:
     async def count_tokens(self, call: ModelCall) -> int:
         self._check_open()
         try:
-            return len((await self._prompts.find(call)).ids)
+            return len((await self._prompts.find(self.accepted.apply(call, Counter()))).ids)
         except TooLongError as error:
             raise self._too_long(error.num_tokens) from error
 
@@ -263,6 +270,7 @@ class TrainingSession:
     async def _answer(self, call: ModelCall, place: Arrival) -> ModelReply:
         """Sample the reply to a call and record it."""
         ignored = self._check_parameters(call)
+        call = self.accepted.apply(call, self.counts)
         try:
             recorded = await self._sample(call, place)
         except (CallError, asyncio.CancelledError):

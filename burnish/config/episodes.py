@@ -92,8 +92,7 @@ Lines = list[tuple[str, str, str]]
 
 
 class EpisodesConfig(Node, ABC):
-    """Multi-turn rollouts: the policy responds, an environment or tools answer, and so on. Or an
-    agent program calls the policy through a model API.
+    """Multi-turn rollouts.
 
     One of ``environment``, ``tools`` (or ``mcp``), ``agent`` and ``command`` is set, which selects
     the kind. ``rollout.generate_max_len`` limits one turn."""
@@ -256,6 +255,10 @@ class ProgramEpisodes(EpisodesConfig):
     nodes can reach."""
     server_port: int = Field(0, ge=0, le=65535)
     """Port of that address. 0: a free one."""
+    server_tools: Literal["refuse", "drop"] = "refuse"
+    """Tools that a provider runs (``web_search``): refuse the request, or drop them."""
+    late_system: Literal["refuse", "user"] = "refuse"
+    """System messages behind others. refuse: if the template does. user: make them the user's."""
 
     @property
     def _place(self) -> str:

@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from burnish import agents
+from burnish.agents.accepted import Accepted
 from burnish.agents.commands import CommandAgents
 from burnish.agents.episodes import AgentProgram
 from burnish.agents.functions import FunctionAgents
@@ -96,16 +98,19 @@ def _program(config: AnyEpisodes, model: ModelConfig, runtime: Runtime) -> Episo
         return EnvironmentProgram(EnvironmentPool(spec, workers=config.workers, start_worker=start))
     sandbox = config.sandbox
     server = EpisodeServer(config.server_host, config.server_port, unix_socket=sandbox is not None)
+    program = partial(
+        AgentProgram, server, accepted=Accepted(config.server_tools, config.late_system)
+    )
     if isinstance(config, CommandEpisodes):
         if sandbox is None:
-            return AgentProgram(server, CommandAgents(config.command))
-        return AgentProgram(server, SandboxedCommands(config.command, sandbox, server))
+            return program(CommandAgents(config.command))
+        return program(SandboxedCommands(config.command, sandbox, server))
     agent = agent_spec(config, model).with_absolute_paths()
     if sandbox is not None:
-        return AgentProgram(server, SandboxedFunctions(agent, sandbox, server))
+        return program(SandboxedFunctions(agent, sandbox, server))
     start = start_process if server.is_local else runtime.start_worker
     functions = FunctionAgents(agent, workers=config.workers, start_worker=start)
-    return AgentProgram(server, functions)
+    return program(functions)
 
 
 async def _check_tools(pool: EnvironmentPool, renderer: ChatRenderer, timeout_s: float) -> None:

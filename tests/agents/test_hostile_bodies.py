@@ -283,7 +283,12 @@ REFUSED = [
     (COMPLETIONS, {"model": "m", "prompt": []}, "prompt", "non-empty"),
     (COMPLETIONS, {"model": "m", "prompt": [1, -1]}, "prompt[1]", "an integer"),
     (RESPONSES, {"model": "m", "input": [{"type": "item_reference"}]}, "input[0].type", "stores"),
-    (RESPONSES, {"model": "m", "input": "u", "tools": [{"type": "mcp"}]}, "tools[0].type", "own"),
+    (
+        RESPONSES,
+        {"model": "m", "input": "u", "tools": [{"type": "custom"}]},
+        "tools[0].type",
+        "'function'",
+    ),
     (MESSAGES, chat_body(), "max_tokens", "is missing"),
     (MESSAGES, {**chat_body(tools=[{"type": "bash_20250124"}]), "max_tokens": 1}, None, "custom"),
     (MESSAGES, {**user([{"type": "document"}]), "max_tokens": 1}, None, "reads text only"),

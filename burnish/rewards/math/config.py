@@ -13,11 +13,9 @@ class MathReward(RewardSettings):
     """1 if the response's last answer equals the label mathematically (math-verify), else 0.
     Answers are searched for after the last closing tag of reasoning, such as ``</think>``: the
     last box, ``<answer>``, ``####`` or text after "answer is"; else the last formula or number.
-    Boxes with only spaces, punctuation, "and" or "or" between them are one answer, a list.
-    Quotes and backticks around an answer are not part of it, and "negative 7" is -7. Labels that
-    are words, names (``Tom``, ``USA``, ``IV``) or dates are compared as text; of a few letters,
-    ``x``, ``ab``, ``mgh`` and ``AB`` are also products. Missing labels, lists of several and
-    sentences are data errors."""
+    Labels that are words, names (``Tom``, ``USA``, ``IV``) or dates are compared as text; of a few
+    letters, ``x``, ``ab``, ``mgh`` and ``AB`` are also products. Missing labels, lists of several
+    and sentences are data errors. All rules: docs/rewards.md."""
 
     reads_label: ClassVar[bool] = True
 

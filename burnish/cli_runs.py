@@ -18,7 +18,7 @@ def runs(
     """List runs: state, age, job, model, step and headline metric."""
     from burnish.runs.errors import RunFolderError
     from burnish.runs.folder import find_runs
-    from burnish.runs.tables import console, runs_table
+    from burnish.runs.tables import console, print_damage, runs_table
 
     listed = find_runs(folder)
     if not listed:
@@ -28,6 +28,7 @@ def runs(
         )
     screen = console()
     screen.print(runs_table(listed, folder, width=screen.width))
+    print_damage(screen, listed)
 
 
 def compare(
@@ -41,7 +42,7 @@ def compare(
     from burnish.runs.compare import metric_rows, recipe_difference
     from burnish.runs.errors import RunFolderError
     from burnish.runs.folder import load_run
-    from burnish.runs.tables import console, difference_table, metrics_table
+    from burnish.runs.tables import console, difference_table, metrics_table, print_damage
 
     loaded = [load_run(path) for path in runs]
     if len(loaded) < 2:
@@ -52,6 +53,7 @@ def compare(
     if metric and not rows:
         raise RunFolderError(f"no run has a metric that matches {', '.join(metric)}")
     screen.print(metrics_table(loaded, rows))
+    print_damage(screen, loaded)
 
 
 def watch(  # house: ok typer makes the options from the signature

@@ -9,6 +9,7 @@ log to a checkpoint on resume.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -92,10 +93,10 @@ class MetricsLog:
         """
         self._file.close()
         lines = []
-        for line in _lines(self._path):
+        for _, line in _lines(self._path):
             try:
-                if _parse(line)["step"] <= step:
-                    lines.append(line)
+                if parse_line(line)["step"] <= step:
+                    lines.append(line.decode("utf-8-sig").rstrip("\n"))
             except ValueError as error:
                 _log.warning("metrics.jsonl: dropped an unreadable line (%s): %.80r", error, line)
         write_text(self._path, "".join(line + "\n" for line in lines))
@@ -126,45 +127,81 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     NaN.
 
     A truncated last line is skipped; without the file, the list is empty. Raises ValueError with
-    the line number if another line is invalid.
+    the line number if another line is damaged.
     """
     path = Path(run_dir) / METRICS_FILE
-    lines = list(_lines(path))
+    lines, damaged = _read(path)
+    if damaged:
+        number, error = next(iter(damaged.items()))
+        raise ValueError(
+            f"{path}, line {number} is not a metrics line ({error}); delete that line to "
+            "continue without it"
+        )
+    return lines
+
+
+def readable_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return (:func:`read_metrics` without damaged lines, the number of these)."""
+    lines, damaged = _read(Path(run_dir) / METRICS_FILE)
+    return lines, len(damaged)
+
+
+def damaged_lines(count: int) -> str:
+    """Return a sentence with the number of damaged lines; empty if there is none.
+
+    >>> damaged_lines(2)
+    '2 lines of metrics.jsonl are damaged and left out'
+    """
+    lines = "1 line" if count == 1 else f"{count:,} lines"
+    verb = "is" if count == 1 else "are"
+    return f"{lines} of {METRICS_FILE} {verb} damaged and left out" if count else ""
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], dict[int, ValueError]]:
+    """Return the lines that are metrics, and number of a line -> why it is not. A line without an
+    end that is no metrics line was truncated, which is no damage."""
     read: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    damaged: dict[int, ValueError] = {}
+    for number, line in _lines(path):
         try:
-            entry = _parse(line)
+            entry = parse_line(line)
         except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path}, line {number} is not a metrics line ({error}); delete that line to "
-                "continue without it"
-            ) from None
+            if line.endswith(b"\n"):
+                damaged[number] = error
+            continue
         read.append({k: _number(v) for k, v in entry.items()})
-    return read
+    return read, damaged
 
 
 def _numbers(line: str) -> tuple[int, dict[str, float]]:
     """Return step and metrics of a line, with null as NaN."""
-    entry = _parse(line)
+    entry = parse_line(line.encode())
     step = entry.pop("step")
     del entry["time"]
     return step, {_encodable(k): math.nan if v is None else v for k, v in entry.items()}
 
 
-def _parse(line: str) -> dict[str, Any]:
+MAX_LINE = 8 << 20
+"""Bytes of the longest line that is parsed."""
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return a line of the log as it was written, for all its readers. Raises ValueError if it is
+    damaged: no UTF-8, no JSON object, or without an integer ``step`` and a number ``time``."""
+    if len(line) > MAX_LINE:
+        raise ValueError(f"it has more than {MAX_LINE >> 20} MiB")
     try:
-        entry = json.loads(line)
+        entry = json.loads(line.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     step = entry.get("step") if isinstance(entry, dict) else None
     if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 2**53:
         raise ValueError("not a JSON object with an integer 'step' and a number 'time'")
     clock = entry.get("time")
-    if not isinstance(clock, int | float) or not 0 <= clock < END_OF_TIME:
+    is_number = isinstance(clock, int | float) and not isinstance(clock, bool)
+    if not is_number or not 0 <= clock < END_OF_TIME:
         raise ValueError("its 'time' is not a number of seconds since 1970")
-    return entry
+    return dict(entry)
 
 
 END_OF_TIME = 2.0**36
@@ -173,18 +210,21 @@ END_OF_TIME = 2.0**36
 
 def _number(value: Any) -> float:
     """Return a metric's value; NaN if it is not a number in the range of a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
     try:
-        float(value if isinstance(value, int | float) else math.nan)
+        float(value)
     except OverflowError:
         return math.nan
-    return value if isinstance(value, int | float) else math.nan
+    return value
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line with its end) of the lines that are not empty."""
     if not path.is_file():
         return
-    # Not splitlines(): only "\n" ends a line. A killed write can leave a partial UTF-8 character.
+    # Not splitlines(): only "\n" ends a line.
     data = read_small(path, limit=_LARGEST_LOG)
-    for line in data.decode("utf-8", errors="replace").split("\n"):
+    for number, line in enumerate(io.BytesIO(data), 1):
         if line.strip():
-            yield line
+            yield number, line

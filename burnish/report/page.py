@@ -104,6 +104,7 @@ def page_of(run: Run) -> RunPage:
     lines, omitted = _with_fewer_names(run.lines)
     curves = curves_of(lines)
     times = time_splits(lines)
+    damage = [LoggedWarning(run.damage, 1)] if run.damage else []
     return RunPage(
         title=run.model,
         job=_JOBS.get(run.job, run.job.capitalize()),
@@ -114,7 +115,7 @@ def page_of(run: Run) -> RunPage:
         sections=tuple(_sections(curves)),
         times=tuple(times),
         memory=memory_table(run.folder),
-        warnings=(*omitted, *read_warnings(run.folder)),
+        warnings=(*damage, *omitted, *read_warnings(run.folder)),
         recipe=run.recipe_text,
         resumes=tuple(read_resumes(run.folder)),
         num_steps=len({line["step"] for line in lines}),

@@ -31,17 +31,16 @@ def is_finite(value: Any) -> bool:
 
 
 def curves_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Return metric name -> curve of lines of ``metrics.jsonl``, for metrics with at least one
-    finite value."""
-    curves: dict[str, Curve] = {}
+    """Return metric name -> curve of lines of ``metrics.jsonl``, by step, for metrics with at least
+    one finite value. If a step has several, the last one counts."""
+    values: dict[str, dict[int, float]] = {}
     for line in lines:
         step = int(line["step"])
         for name, value in line.items():
-            if name in ("step", "time") or not is_finite(value):
-                continue
-            curve = curves.get(name)
-            if curve is None:
-                curve = curves[name] = Curve([], [])
-            curve.steps.append(step)
-            curve.values.append(float(value))
-    return curves
+            if name not in ("step", "time") and is_finite(value):
+                values.setdefault(name, {})[step] = float(value)
+    ordered = {name: sorted(points.items()) for name, points in values.items()}
+    return {
+        name: Curve([step for step, _ in points], [value for _, value in points])
+        for name, points in ordered.items()
+    }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.observe.ending import END_FILE, RunState, state_of
 from burnish.observe.errors import SavedRecipeError
 from burnish.observe.headline import Headline, headlines, model_title
-from burnish.observe.metrics import METRICS_FILE, read_metrics
+from burnish.observe.metrics import METRICS_FILE, damaged_lines, readable_metrics
 from burnish.observe.progress import LOG_FILE
 from burnish.observe.public_recipe import CONFIG_FILE, public_yaml, read_recipe
 from burnish.observe.samples import (
@@ -24,7 +24,7 @@ from burnish.observe.samples import (
     samples_with_tokens,
     split_of,
 )
-from burnish.runs.curves import Curve, curves_of
+from burnish.runs.curves import Curve, curves_of, is_finite
 from burnish.runs.errors import RunFolderError
 from burnish.secret import without_secret_values
 
@@ -165,11 +165,21 @@ class Run:
         """The name of its model."""
         return model_title(self.recipe, self.folder)
 
-    @cached_property
+    @property
     def lines(self) -> list[dict[str, Any]]:
-        """Lines of ``metrics.jsonl``. Raises RunFolderError if one in the middle is damaged."""
+        """Lines of ``metrics.jsonl``, without damaged ones. Raises RunFolderError if the file
+        cannot be read."""
+        return self._read[0]
+
+    @property
+    def damage(self) -> str:
+        """A sentence with the number of damaged lines of ``metrics.jsonl``; empty if none is."""
+        return damaged_lines(self._read[1])
+
+    @cached_property
+    def _read(self) -> tuple[list[dict[str, Any]], int]:
         try:
-            return read_metrics(self.folder)
+            return readable_metrics(self.folder)
         except (ValueError, OSError) as error:
             raise RunFolderError(str(error)) from error
 
@@ -186,12 +196,14 @@ class Run:
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """A row per step with metrics, a column per metric, and ``time`` (Unix seconds). NaN: not
-        measured in this step. If a step has several lines, the last value of each metric counts."""
+        measured in this step. If a step has several lines, the last number of each metric
+        counts."""
         import pandas as pd
 
         steps: dict[int, dict[str, Any]] = {}
         for line in self.lines:
-            steps.setdefault(int(line["step"]), {}).update(line)
+            row = steps.setdefault(int(line["step"]), {})
+            row.update({k: v for k, v in line.items() if k not in row or is_finite(v)})
         frame = pd.DataFrame([steps[step] for step in sorted(steps)])
         if frame.empty:
             return pd.DataFrame(index=pd.Index([], name="step"))
@@ -306,4 +318,5 @@ class Run:
             "changed": "" if when is None else f"{when:%Y-%m-%d %H:%M}",
             "step": "" if self.step is None else str(self.step),
             headline.label if headline else "headline": last,
+            "metrics": self.damage,
         }

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -101,6 +102,14 @@ def _row(run: Run, *, is_narrow: bool) -> list[Text]:
         Text(shorten(visible(kind), 60), _COLORS.get(state.kind, "")),
         *map(Text, [*cut, visible(shown)]),
     ]
+
+
+def print_damage(screen: Console, runs: Sequence[Run]) -> None:
+    """Print a line for each run with damaged lines of metrics."""
+    for run, name in zip(runs, short_names(runs), strict=True):
+        with suppress(RunFolderError, OSError):  # (the table says so)
+            if run.damage:
+                screen.print(f"{visible(name)}: {run.damage}", markup=False, highlight=False)
 
 
 def shorten(text: str, length: int) -> str:

@@ -12,14 +12,15 @@ from urllib.parse import quote, unquote_to_bytes
 from burnish.messages import visible
 from burnish.observe.ending import END_FILE
 from burnish.observe.files import MEMORY_JSON, TIMELINE_FILE
-from burnish.observe.metrics import METRICS_FILE
+from burnish.observe.headline import HEADLINES
+from burnish.observe.metrics import METRICS_FILE, damaged_lines
 from burnish.observe.progress import LOG_FILE
 from burnish.observe.public_recipe import CONFIG_FILE
 from burnish.observe.samples import SAMPLES_DIR
 from burnish.report.page import page_of
 from burnish.runs.errors import RunFolderError
 from burnish.runs.folder import Run, find_runs
-from burnish.watch.metric_log import MetricLog, overview_of
+from burnish.watch.metric_log import MetricLog
 
 _KEPT_LOGS = 24
 """Logs of metrics in memory: more than can be compared."""
@@ -44,13 +45,15 @@ class Library:
         self.root = root
         self._runs: dict[str, Run] = {}
         self._logs: OrderedDict[str, MetricLog] = OrderedDict()
+        self._headlines: dict[str, MetricLog] = {}
+        """Identifier -> the metrics of the table of runs."""
         self._rows: dict[str, tuple[object, dict[str, Any]]] = {}
         self._pages: OrderedDict[str, tuple[object, dict[str, Any]]] = OrderedDict()
 
     def scan(self) -> list[str]:
         """Find the runs; return their identifiers, by path."""
         self._runs = {self._identifier(run.folder): run for run in find_runs(self.root)}
-        for cache in (self._rows, self._logs, self._pages):
+        for cache in (self._rows, self._headlines, self._logs, self._pages):
             for gone in cache.keys() - self._runs.keys():
                 del cache[gone]
         return list(self._runs)
@@ -115,27 +118,32 @@ class Library:
             cached = self._rows.get(identifier)
             if cached is not None and cached[0] == signature:
                 return cached[1]
-            row |= _facts(run)
+            new = MetricLog(run.folder, only=HEADLINES)
+            log = self._headlines.setdefault(identifier, new)
+            log.refresh()
+            row |= _facts(run, log)
         except (RunFolderError, OSError, ValueError) as error:
             return row | {"error": str(error)}
         self._rows[identifier] = signature, row
         return row
 
 
-def _facts(run: Run) -> dict[str, Any]:
-    state, overview = run.state, overview_of(run.folder)
+def _facts(run: Run, log: MetricLog) -> dict[str, Any]:
+    """Return the row of a run. ``log``: its headlines, up to date."""
+    state, headline = run.state, log.headline
+    damage = damaged_lines(log.num_bad_lines)
     planned = run.recipe.get("max_steps")
     facts: dict[str, Any] = {
         "state": state.kind,
-        "reason": state.reason,
+        "reason": "; ".join(filter(None, (state.reason, damage))),
         "changed": state.changed,
         "job": run.job,
         "model": run.model,
-        "step": overview.step,
+        "step": max(log.steps, default=None),
         "planned": planned if type(planned) is int else None,
     }
-    headline, values = overview.headline, overview.values
     if headline is not None:
+        values = [value for _, value in log.points(headline.metric)]
         stride = max(1, -(-len(values) // _SPARK))
         facts["headline"] = {
             "metric": headline.metric,

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from burnish.observe.headline import HEADLINES, Headline, headlines
-from burnish.observe.metrics import END_OF_TIME, METRICS_FILE
+from burnish.observe.headline import Headline, headlines
+from burnish.observe.metrics import MAX_LINE, METRICS_FILE, parse_line
 
 _MAX_METRICS = 1000
-_MAX_LINE = 8 << 20
-"""Characters of the longest line that is parsed."""
 _BLOCK = 4 << 20
 _REMEMBERED = 4096
-_HEADLINE_VALUES = re.compile(
-    b'"(%b)": (-?[0-9][0-9.eE+-]{0,30})[,}]' % b"|".join(re.escape(n).encode() for n in HEADLINES)
-)
-_STEP = re.compile(rb'"step": (\d{1,15})[,}]')
 
 
 @dataclass
@@ -36,8 +28,9 @@ class Column:
 class MetricLog:
     """The metrics of a run folder. :meth:`refresh` reads what was added since."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / METRICS_FILE
+    def __init__(self, folder: Path, *, only: Collection[str] | None = None) -> None:
+        """``only``: names of the metrics that are kept. None: all."""
+        self._path, self._only = folder / METRICS_FILE, only
         self._clear()
 
     def _clear(self) -> None:
@@ -83,23 +76,29 @@ class MetricLog:
                 else:
                     self._add(line)
                 self._skips = False
-            if len(rest) > _MAX_LINE:
+            if len(rest) > MAX_LINE:
                 self._advance(rest)
                 self._skips, rest = True, b""
+        if rest and not self._skips and self._add(rest, is_complete=False):
+            self._advance(rest)  # the last line of a file that was written without its end
 
     def _advance(self, text: bytes) -> None:
         self._offset += len(text)
         self._last = text[-_REMEMBERED:]
 
-    def _add(self, line: bytes) -> None:
-        entry = _entry(line)
-        if entry is None:
-            self.num_bad_lines += bool(line.strip())
-            return
+    def _add(self, line: bytes, *, is_complete: bool = True) -> bool:
+        """Add a line. Return whether it is one of metrics; ``is_complete``: others are counted."""
+        try:
+            entry = parse_line(line)
+        except ValueError:
+            self.num_bad_lines += is_complete and bool(line.strip())
+            return False
         number = len(self.steps)
         self.steps.append(entry.pop("step"))
         self.times.append(float(entry.pop("time")))
         for name, value in entry.items():
+            if self._only is not None and name not in self._only:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             try:
@@ -115,59 +114,21 @@ class MetricLog:
             if is_finite:
                 column.lines.append(number)
                 column.values.append(float(value))
+        return True
 
     def names(self) -> list[str]:
         """Return the metrics with a finite value."""
         return [name for name, column in self.columns.items() if column.values]
 
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """Return (number of a line, finite value) of a metric, by step. If a step has several
+        values, the last one counts."""
+        column = self.columns.get(name, Column())
+        last = dict(zip((self.steps[i] for i in column.lines), column.lines, strict=True))
+        value_of = dict(zip(column.lines, column.values, strict=True))
+        return [(line, value_of[line]) for _, line in sorted(last.items())]
 
-@dataclass(frozen=True)
-class Overview:
-    """Summary of a log for the table of runs."""
-
-    step: int | None
-    """Step of the last line."""
-    headline: Headline | None
-    values: Sequence[float]
-    """Finite values of the headline."""
-
-
-def overview_of(folder: Path) -> Overview:
-    """Return the overview of a run without parsing its log: keys of headline metrics are found in
-    the text, because values of metrics are numbers. Raises OSError except for a missing file."""
-    found: dict[str, array[float]] = {}
-    step = None
-    try:
-        with open(folder / METRICS_FILE, "rb") as file:
-            rest = b""
-            while block := file.read(_BLOCK):
-                text = rest + block
-                end = text.rfind(b"\n") + 1
-                complete, rest = text[:end], text[end:][-_MAX_LINE:]
-                for name, number in _HEADLINE_VALUES.findall(complete):
-                    found.setdefault(name.decode(), array("d")).append(float(number))
-                steps = _STEP.findall(complete[complete.rfind(b"\n", 0, -1) + 1 :])
-                step = int(steps[0]) if steps else step
-    except FileNotFoundError:
-        pass
-    finite = {name: values for name, values in found.items() if all(map(math.isfinite, values))}
-    headline = next(iter(headlines(finite)), None)
-    return Overview(step, headline, [] if headline is None else finite[headline.metric])
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return a line of metrics; None for anything else."""
-    if len(line) > _MAX_LINE:
-        return None
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(entry, dict):
-        return None
-    step, clock = entry.get("step"), entry.get("time")
-    if isinstance(step, bool) or not isinstance(step, int) or abs(step) >= 2**53:
-        return None
-    if isinstance(clock, bool) or not isinstance(clock, int | float):
-        return None
-    return entry if 0 <= clock < END_OF_TIME else None
+    @property
+    def headline(self) -> Headline | None:
+        """The metric by which the run is judged, as of :class:`burnish.runs.folder.Run`."""
+        return next(iter(headlines(self.names())), None)

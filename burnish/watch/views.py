@@ -95,11 +95,8 @@ def _runs(library: Library, parameters: Parameters) -> list[tuple[str, Run]]:
 def _curve(log: MetricLog, metric: str, axis: str) -> tuple[list[float], list[float], int]:
     """Return at most :data:`_POINTS` points of a metric, means of neighbors, and the number of
     neighbors."""
-    column = log.columns.get(metric)
-    if column is None:
-        return [], [], 1
     xs = _axis(log, axis)
-    points = [(xs[line], value) for line, value in zip(column.lines, column.values, strict=True)]
+    points = [(xs[line], value) for line, value in log.points(metric)]
     points.sort(key=lambda point: point[0])
     stride = max(1, -(-len(points) // _POINTS))
     groups = [points[i : i + stride] for i in range(0, len(points), stride)]

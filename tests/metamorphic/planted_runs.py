@@ -11,6 +11,7 @@ import burnish.config.job as job
 import burnish.driver.digests as digests
 from burnish.data.stream import IndexStream
 from burnish.rewards.reward_set import RewardSet
+from burnish.watch.metric_log import Column, MetricLog
 
 Patch = pytest.MonkeyPatch
 
@@ -40,7 +41,18 @@ def left_out_rows_are_draws(patch: Patch) -> None:
     patch.setattr(IndexStream, "leave_out", lambda self: None)
 
 
+def all_values_of_a_step_are_points(patch: Patch) -> None:
+    """The page draws each line of a step that has several."""
+
+    def points(log: MetricLog, name: str) -> list[tuple[int, float]]:
+        column = log.columns.get(name, Column())
+        return list(zip(column.lines, column.values, strict=True))
+
+    patch.setattr(MetricLog, "points", points)
+
+
 PLANTED = {
+    "all_views_of_a_run_have_its_numbers": (all_values_of_a_step_are_points, tuple(range(24))),
     "weights_hold_for_used_rows": (left_out_rows_are_draws, tuple(range(6))),
     "an_output_has_one_writer": (each_spelling_has_a_lock, tuple(range(60))),
     "changed_code_is_named": (sizes_are_compared, tuple(range(12))),

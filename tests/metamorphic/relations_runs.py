@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from metamorphic.base import Draw, equal, relation
 from metamorphic.relations_rewards import _group
@@ -20,10 +22,15 @@ from burnish.driver.digests import record_user_code
 from burnish.driver.errors import RunError
 from burnish.driver.run_dir import locked_outputs
 from burnish.models.load import load_tokenizer
+from burnish.observe.metrics import damaged_lines
 from burnish.rewards.episode.reward import EpisodeScorer
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.runner import GroupFilter
+from burnish.runs.compare import metric_rows
+from burnish.runs.folder import load_run
 from burnish.transcript import Episode, Turn
+from burnish.watch.library import Library
+from burnish.watch.views import curves
 
 MODEL = {"scratch": {"alphabet": "0123456789+="}}
 SOURCES = {"sources": ["x.jsonl"]}
@@ -162,3 +169,99 @@ def weights_hold_for_used_rows(draw: Draw) -> None:
 
 
 _TREE = {"job": "score", "model": MODEL, "data": SOURCES, "rewards": [{"kind": "math"}]}
+
+
+_METRICS = ("train/loss", "reward/mean", "eval/accuracy", 'odd "name"\u00e9')
+
+
+def _number(draw: Draw) -> Any:
+    usual = [draw.rng.uniform(-9, 9), draw.rng.randint(-9, 9), 1e-300, -1.5e17]
+    return draw.rng.choice([*usual, None, math.nan, math.inf, True, "text", [1], 10**400])
+
+
+def _metrics_lines(draw: Draw) -> list[bytes]:
+    """Lines of a log, with resumes, steps with several lines, other spellings of JSON, and lines
+    that are damaged. The last one may have no end."""
+    lines, step = [], 0
+    for i in range(draw.rng.randint(0, 12)):
+        step = max(0, step + draw.rng.choice([1, 1, 1, 0, -3]))
+        names = draw.rng.sample(_METRICS, draw.rng.randint(0, len(_METRICS)))
+        entry: dict[str, Any] = {"step": step, "time": 1.79e9 + i}
+        entry |= {name: _number(draw) for name in names}
+        if draw.rng.random() < 0.1:
+            entry[draw.rng.choice(["step", "time"])] = _number(draw)
+        if draw.rng.random() < 0.3:
+            entry = dict(draw.rng.sample(list(entry.items()), len(entry)))
+        form = draw.rng.choice([{}, {"separators": (",", ":")}, {"separators": (" , ", " : ")}])
+        line = json.dumps(entry, ensure_ascii=draw.rng.random() < 0.5, **form).encode()
+        harm = draw.rng.random()
+        if harm < 0.1:
+            line = line[: draw.rng.randrange(len(line))]
+        elif harm < 0.15:
+            line = line + line
+        elif harm < 0.2:
+            line = line[:9] + draw.rng.choice([b"\xff", b"\0"]) + line[9:]
+        elif harm < 0.3:
+            line = draw.rng.choice([b"", b" ", b"[1]", b"[" * 9999, b"\xef\xbb\xbf" + line])
+        lines.append(line + draw.rng.choice([b"\n", b"\n", b"\r\n"]))
+    if lines and draw.rng.random() < 0.3:
+        lines[-1] = lines[-1].rstrip()
+    return lines
+
+
+def _read_plainly(data: bytes) -> tuple[list[int], dict[str, dict[int, float]]]:
+    """Return (steps of all lines, metric -> step -> its last finite number)."""
+    steps, table = [], dict[str, dict[int, float]]()
+    for line in data.split(b"\n"):
+        try:
+            entry = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            continue
+        clock = entry.get("time") if isinstance(entry, dict) else None
+        if type(clock) not in (int, float) or not 0 <= clock < 2**36:
+            continue
+        if type(entry.get("step")) is not int or abs(entry["step"]) >= 2**53:
+            continue
+        steps.append(entry["step"])
+        for name, value in entry.items():
+            is_metric = name not in ("step", "time") and type(value) in (int, float)
+            if is_metric and abs(value) < 2**1023:
+                table.setdefault(name, {})[entry["step"]] = float(value)
+    return steps, {name: dict(sorted(values.items())) for name, values in table.items()}
+
+
+@relation
+def all_views_of_a_run_have_its_numbers(draw: Draw) -> None:
+    """The numbers of a log, damaged or not: of the page's table and curves, also if they were read
+    while it grew, of `burnish runs` and `burnish compare`, and of a data frame, are those of a
+    plain reading of its JSON. Exact."""
+    lines = _metrics_lines(draw)
+    draw.note(lines=lines)
+    file = draw.folder / "run" / "metrics.jsonl"
+    file.parent.mkdir()
+    seen = draw.rng.randint(0, len(lines))
+    library = Library(draw.folder)
+    for data in (b"".join(lines[:seen]), b"".join(lines)):
+        file.write_bytes(data)
+        steps, table = _read_plainly(data)
+        run, last = load_run(file.parent), max(steps, default=None)
+        frame = run.metrics
+        for name in _METRICS:
+            expected = table.get(name, {})
+            values = list(expected.values())
+            summary = (values[-1], min(values), max(values)) if values else None
+            asked = {"run": library.scan(), "metric": [name]}
+            (page,) = curves(library, asked)["runs"]
+            equal(dict(zip(page["x"], page["values"], strict=True)), expected, f"page: {name}")
+            equal([r.values[0] for r in metric_rows([run], [name])], [summary] * bool(values), name)
+            column = frame[name].items() if name in frame else ()
+            finite = {step: value for step, value in column if math.isfinite(value)}
+            equal(finite, expected, f"frame: {name}")
+        row, headline = library.row("run"), run.headline
+        equal((run.step, row["step"]), (last, last), "step")
+        shown = None if headline is None else headline.shown([*table[headline.metric].values()][-1])
+        equal(row.get("headline", {}).get("last"), shown, "headline")
+        complete = [line for line in data.split(b"\n")[:-1] if line.strip()]
+        damaged = sum(not _read_plainly(line)[0] for line in complete)
+        equal(run.damage, damaged_lines(damaged), "damage")
+        equal(row["reason"].endswith(run.damage), True, "damage on the page")

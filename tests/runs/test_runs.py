@@ -232,10 +232,11 @@ def test_what_is_no_run_is_said_and_a_damaged_run_leaves_the_others(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     make_run("a")
-    bad = make_run("b")
-    (bad / "metrics.jsonl").write_text('oops\n{"step": 1, "time": 1}\n')
+    (make_run("b") / "metrics.jsonl").write_text('oops\n{"step": 1, "time": 1}\n')
+    (make_run("c") / "config.yaml").write_text("a: [")
     code, text = command("runs", str(tmp_path / "runs"))
     assert code == 0 and "unreadable" in text and "0.500" in text
+    assert "b: 1 line of metrics.jsonl is damaged and left out" in text
     for arguments, said in (
         (("runs", str(tmp_path / "nothing")), "is no folder"),
         (("compare", str(tmp_path / "runs/a")), "two or more"),

@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from watched_runs import events_of, log_step, serving, write_run, write_samples_of
 
+from burnish.cli_runs import runs
 from burnish.observe.metrics import MetricsLog
 from burnish.observe.timeline import Span, Timeline
+from burnish.runs.folder import load_run
 from burnish.watch.lanes import lanes_of
 from burnish.watch.library import Library
 from burnish.watch.metric_log import MetricLog
@@ -307,6 +309,35 @@ def test_metrics_grow_with_their_file_and_start_again_if_it_is_replaced(tmp_path
     log.close()
     os.unlink(tmp_path / "metrics.jsonl")
     assert read.refresh() and not read.steps
+
+
+def test_damaged_and_compact_lines_have_the_same_numbers_everywhere(tmp_path, capsys):
+    """The table of the page read only lines in the writer's spelling, and values of damaged lines;
+    lists of runs named the whole run unreadable."""
+    lines = [
+        '{"step":1,"time":1790000000,"reward/mean":0.25}',
+        '{"step": 2, "time": 1790000001, "reward/mean": 0.5, "tr',
+        '{"time":1790000002, "reward/mean" : NaN, "step":3}',
+        '{"step": 4, "time": 1790000003, "reward/mean": 0.75}',
+        '{"step": 3, "time": 1790000004, "reward/mean": 1.0}',  # a resume without rewind
+        '{"step": 5, "time": 17900',
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
+    run, damage = load_run(tmp_path / "run"), "1 line of metrics.jsonl is damaged and left out"
+    assert run.curve("reward/mean") == ([1, 3, 4], [0.25, 1.0, 0.75]) and run.step == 4
+    assert run.metrics["reward/mean"].tolist() == [0.25, 1.0, 0.75]
+    assert run.damage == damage
+    runs(tmp_path)
+    printed = capsys.readouterr().out
+    assert "0.250 → 0.750" in printed and f"run: {damage}" in printed
+    with serving(tmp_path) as address:
+        row = rows_of(address)["run"]
+        assert (row["step"], row["headline"]["last"], row["reason"]) == (4, "0.750", damage)
+        (drawn,) = get(address, "curves", run="run").json()["runs"]
+        assert drawn["x"] == [1, 3, 4] and drawn["values"] == [0.25, 1.0, 0.75]
+        page = get(address, "run", run="run").json()
+        assert damage in json.dumps(page["warnings"]) and page["num_steps"] == 3
 
 
 def test_metrics_of_a_file_that_took_the_place_of_another_are_not_mixed(tmp_path):

@@ -200,9 +200,18 @@ def _with_opened_block(
 
 
 def _with_first_space(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> str:
-    """Return the text of a response with the first space that it loses if it is decoded alone."""
-    text = response_text(tokenizer, *sample.last_response)
-    return text if text.strip() == sample.text.strip() else sample.text  # ids can be unknown
+    """Return the text of a response with the first space that it loses if it is decoded alone. Its
+    own text if both have the same tokens (WordPiece, which writes a space before every word)."""
+    prompt, ids = sample.last_response
+    text = response_text(tokenizer, prompt, ids)
+    if text == sample.text or text.strip() != sample.text.strip():  # ids can be unknown
+        return sample.text
+    texts = (text, sample.text)
+    try:
+        behind, alone = (encode_piece(tokenizer, each, after=prompt[-1:]) for each in texts)
+    except DataError:  # a token without an embedding
+        return text
+    return sample.text if behind == alone else text
 
 
 def _with_separators(tokenizer: PreTrainedTokenizerBase, separator: str, sample: Sample) -> str:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
@@ -108,6 +107,8 @@ FORMS = {
     "text": ({"text": "once upon a time"}, "sft", False, {}),
     "answers": ({"question": "1+1?", "answer": "2"}, "sft", True,
                 {"prompt_key": "question", "response_key": "answer"}),
+    "capitals": ({"Question": "1+1?", "Answer": "2"}, "sft", True,
+                 {"prompt_key": "Question", "response_key": "Answer"}),
     "labels": ({"prompt": "1+1?", "label": 2}, "rl", True, {}),
 }  # fmt: skip
 
@@ -236,10 +237,8 @@ def on_terminal(typed: str, folder: Path) -> tuple[int, str]:
         os.write(terminal, line.encode())
         text += b"\n"
     try:
-        # (An interrupt between the text of a question and its reading can be lost.)
-        while select.select([terminal], [], [], 5)[0] or os.write(terminal, typed[-1:].encode()):
-            if select.select([terminal], [], [], 0)[0]:
-                text += os.read(terminal, 4096)
+        while chunk := os.read(terminal, 4096):
+            text += chunk
     except OSError:  # closed
         pass
     os.close(terminal)

@@ -53,9 +53,15 @@ def missing_columns(paths: Iterable[str], columns: Mapping[str, str | None]) -> 
 
 
 def usual_column(field: str, have: Collection[str]) -> str | None:
-    """Return the column that public data sets use for a field such as ``label_key``; None if there
-    is none."""
-    return next((name for name in _USUAL.get(field, ()) if name in have), None)
+    """Return the column that public data sets use for a field such as ``label_key``, in small or in
+    capital letters; None if there is none.
+
+    >>> usual_column("prompt_key", ["Answer", "Question"]), usual_column("label_key", ["Label"])
+    ('Question', 'Label')
+    """
+    by_name = {name.lower(): name for name in reversed(list(have))} | {name: name for name in have}
+    names = (field.removesuffix("_key"), *_USUAL.get(field, ()))
+    return next((by_name[name] for name in names if name in by_name), None)
 
 
 _USUAL = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
+import sys
 
 import typer
 
@@ -26,7 +29,7 @@ def _ask_choice() -> str:
         typer.echo(f"  {number}. {name}: {starter.question}")
     names = list(STARTERS)
     while True:
-        answer = str(typer.prompt("Number or name", default="rl")).strip()
+        answer = _answer("Number or name", default="rl")
         if answer in STARTERS:
             return answer
         if answer.isdecimal() and 1 <= int(answer) <= len(names):
@@ -37,7 +40,7 @@ def _ask_choice() -> str:
 def _ask_model() -> str:
     typer.echo(f"Which model? A folder, a hub name, or {TINY} (random weights, for a CPU).")
     while True:
-        model = os.path.expanduser(str(typer.prompt("Model", default=TINY)).strip())
+        model = os.path.expanduser(_answer("Model", default=TINY))
         try:
             check_model(model)
         except BurnishError as error:
@@ -49,7 +52,7 @@ def _ask_model() -> str:
 def _ask_data(choice: str, model: str) -> str | None:
     typer.echo("Which rows? A file (.jsonl, .json, .csv, .parquet), or sample (written for you).")
     while True:
-        data = os.path.expanduser(str(typer.prompt("Data", default="sample")).strip())
+        data = os.path.expanduser(_answer("Data", default="sample"))
         if data == "sample":
             return None
         try:
@@ -58,3 +61,35 @@ def _ask_data(choice: str, model: str) -> str | None:
             typer.echo(f"  {error}")
         else:
             return data
+
+
+def _answer(question: str, *, default: str) -> str:
+    """Return the line that is typed, without white space at its ends; ``default`` if it is empty.
+    Raises typer.Abort on Ctrl-C and at the end of the input."""
+    typer.echo(f"{question} [{default}]: ", nl=False)
+    try:
+        line = _typed_line()
+    except KeyboardInterrupt:
+        raise typer.Abort from None
+    if not line:
+        raise typer.Abort
+    return line.strip() or default
+
+
+def _typed_line() -> str:
+    """Return a line of the standard input. Raises KeyboardInterrupt on Ctrl-C.
+
+    ``input`` loses a Ctrl-C that arrives after its question and before it waits for a line: then it
+    waits. Here the signal makes a pipe readable, so no order of the two is lost.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        while sys.stdin not in select.select([sys.stdin, reader], [], [])[0]:
+            os.read(reader, 64)  # of a signal that raised nothing
+        return sys.stdin.readline()
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -134,6 +135,13 @@ def serving(root: Path, *, token: str | None = None) -> Iterator[str]:
         server.should_exit = True
         thread.join(20)
         listening.close()
+
+
+def open_view(page: Any, served: str, address: str = "") -> None:
+    """Load a view of the page, and wait until it is drawn."""
+    page.goto("about:blank")  # (a new fragment alone would not load the page again)
+    page.goto(f"{served}/{address}")
+    page.wait_for_selector("[data-ready]")
 
 
 def events_of(text: str) -> list[tuple[str, object]]:

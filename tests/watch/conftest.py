@@ -40,3 +40,23 @@ def served(runs: Path) -> Iterator[str]:
 def browser():
     with chromium() as browser:
         yield browser
+
+
+@pytest.fixture
+def page(browser):
+    """A page whose errors and warnings fail the test."""
+    problems = []
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    page = context.new_page()
+
+    def note(message):
+        # (Chromium logs every reply with an error status, which the views show as text.)
+        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+            problems.append(message.text)
+
+    page.on("console", note)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("dialog", lambda dialog: problems.append(dialog.message))
+    yield page
+    context.close()
+    assert problems == []

@@ -8,7 +8,7 @@ import shutil
 from importlib import resources
 
 import pytest
-from watched_runs import log_step, serving, write_run, write_samples_of
+from watched_runs import log_step, open_view, serving, write_run, write_samples_of
 
 from burnish.observe.metrics import MetricsLog
 
@@ -32,32 +32,6 @@ _TOO_WIDE = """() => [...document.querySelectorAll('.card, .tile, main')]
   .filter((card) => card.scrollWidth > card.clientWidth + 1)
   .filter((card) => !/auto|scroll/.test(getComputedStyle(card).overflowX))
   .map((card) => card.className + ': ' + card.textContent.slice(0, 80))"""
-
-
-@pytest.fixture
-def page(browser):
-    """A page whose errors and warnings fail the test."""
-    problems = []
-    context = browser.new_context(viewport={"width": 1400, "height": 900})
-    page = context.new_page()
-
-    def note(message):
-        # (Chromium logs every reply with an error status, which the views show as text.)
-        if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
-            problems.append(message.text)
-
-    page.on("console", note)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("dialog", lambda dialog: problems.append(dialog.message))
-    yield page
-    context.close()
-    assert problems == []
-
-
-def open_view(page, served, address=""):
-    page.goto("about:blank")  # (a new fragment alone would not load the page again)
-    page.goto(f"{served}/{address}")
-    page.wait_for_selector("[data-ready]")
 
 
 @pytest.mark.parametrize(("width", "theme"), WIDTHS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -19,8 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
-from watch_load import served
+from watch_page import opened
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny_1_sft.yaml"
 STEPS = 200
@@ -43,13 +41,8 @@ def train(run_dir: Path, *settings: str) -> float:
 @contextmanager
 def page_of(root: Path) -> Iterator[None]:
     """Keep a page of the run open."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    with ExitStack() as stack:
-        address, _ = stack.enter_context(served(root))
-        playwright = stack.enter_context(sync_playwright())
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        stack.callback(browser.close)
-        browser.new_page().goto(f"{address}/#/run?run=run")
+    with opened(root) as chromium:
+        chromium.page.goto(f"{chromium.address}/#/run?run=run")
         yield
 
 

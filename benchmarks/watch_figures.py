@@ -1,4 +1,4 @@
-"""Take the screenshots of docs/watch.md: ``python tools/screenshots.py RUN``.
+"""Take the screenshots of docs/watch.md: ``python benchmarks/watch_figures.py RUN``.
 
 It serves a run folder with ``burnish watch``, opens the views in Chromium, and writes
 ``docs/figures/watch-*.png``. RUN is a run of RL, such as that of ``burnish demo``.
@@ -7,34 +7,13 @@ It serves a run folder with ``burnish watch``, opens the views in Chromium, and 
 from __future__ import annotations
 
 import argparse
-import re
-import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Page, ViewportSize, sync_playwright
+from playwright.sync_api import Page, ViewportSize
+from watch_page import opened
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 SIZE: ViewportSize = {"width": 1280, "height": 800}
-
-
-@contextmanager
-def served(run: Path) -> Iterator[str]:
-    """Run ``burnish watch`` on a folder; yield its address."""
-    command = [sys.executable, "-m", "burnish", "watch", str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://\S+", process.stdout.readline())
-            if found is None:
-                raise SystemExit(f"error: {' '.join(command)} did not start")
-            yield found[0]
-        finally:
-            process.send_signal(signal.SIGTERM)
 
 
 def take(page: Page, address: str) -> None:
@@ -61,11 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     run = parser.parse_args().run
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    with served(run) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        take(browser.new_page(viewport=SIZE), address)
-        browser.close()
+    with opened(run, SIZE) as chromium:
+        take(chromium.page, chromium.address)
 
 
 if __name__ == "__main__":

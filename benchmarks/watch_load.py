@@ -9,19 +9,15 @@ import argparse
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
+from watch_page import opened
 
 from burnish.observe.samples import SCHEMA
 
@@ -97,20 +93,6 @@ def write_metrics(run: Path, num_steps: int, rng: np.random.Generator) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-@contextmanager
-def served(root: Path) -> Iterator[tuple[str, int]]:
-    """Run ``burnish watch``; yield its address and process id."""
-    command = [sys.executable, "-m", "burnish", "watch", str(root), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://\S+", process.stdout.readline())
-            assert found is not None, "the server did not start"
-            yield found[0], process.pid
-        finally:
-            process.send_signal(signal.SIGTERM)
-
-
 def peak_mb(pid: int) -> float:
     """Return the largest resident memory of a process so far, in MB (1e6 bytes)."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
@@ -182,14 +164,10 @@ def main() -> None:
         print(f"generated in {time.monotonic() - started:.0f} s")
     size = sum(path.stat().st_size for path in (options.folder / LARGE / "samples").iterdir())
     print(f"{options.runs} runs; samples of one: {size / 1e9:.1f} GB; {os.cpu_count()} cores\n")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    with served(options.folder) as (address, pid), sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
+    with opened(options.folder) as chromium:
         print("| what | s | server, MB |\n| --- | --- | --- |")
-        for what, seconds in measure(page, address):
-            print(f"| {what} | {seconds:.2f} | {peak_mb(pid):.0f} |", flush=True)
-        browser.close()
+        for what, seconds in measure(chromium.page, chromium.address):
+            print(f"| {what} | {seconds:.2f} | {peak_mb(chromium.pid):.0f} |", flush=True)
 
 
 if __name__ == "__main__":

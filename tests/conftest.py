@@ -402,19 +402,23 @@ def ray_cluster() -> Iterator[Any]:
     """The package ray, started on this machine with 16 places to hand out, on whatever cores there
     are. Once for a file; afterwards nothing of it may be left."""
     import ray
+    from ray._private.node import Node
 
     before = {process.pid for process in psutil.process_iter()}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=16,
-        num_gpus=4,  # numbers only: no process uses one
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=256 << 20,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for daemon in ("start_log_monitor", "start_monitor"):  # no logs are shown, no nodes added
+            patch.setattr(Node, daemon, lambda node: None)
+        ray.init(
+            address="local",
+            num_cpus=16,
+            num_gpus=4,  # numbers only: no process uses one
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=256 << 20,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+        )
     mine = ray.get_runtime_context().get_node_id()
     yield ray
     ray.shutdown()

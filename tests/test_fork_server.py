@@ -119,6 +119,33 @@ def test_a_killed_process_ends_its_command_and_a_killed_command_its_process(
         assert not forked.is_running()
 
 
+@pytest.mark.slow
+def test_workers_of_a_ray_job_come_from_a_server_with_ray_that_ends_with_the_node(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("ray")
+    worker = Path(f"{tmp_path}{fork_server.RAY_WORKER}")
+    worker.parent.mkdir(parents=True)
+    worker.write_text(
+        "import os, sys\n"
+        "print('ray._private.worker' in sys.modules, os.getppid(), os.environ['COLOR'])\n"
+        "sys.exit(7)\n"
+    )
+    node = psutil.Popen(["sleep", "600"])
+    try:
+        job = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(node.pid)}
+        done = [started(worker, **job, COLOR=color) for color in ("red", "blue")]
+        (red, first), (blue, second) = (d.stdout.rsplit(None, 1)[::-1] for d in done)
+        assert (red, blue) == ("red", "blue") and first == second, done
+        loaded, server = first.split()
+        assert loaded == "True" and [d.returncode for d in done] == [7, 7]
+        [other] = psutil.wait_procs([psutil.Process(int(server))], timeout=0)[1]
+    finally:
+        node.kill()
+        node.wait()
+    assert psutil.wait_procs([other], timeout=30)[0]
+
+
 def test_a_ray_worker_gets_the_words_and_variables_that_ray_gives_it(tmp_path: Path) -> None:
     setup = pytest.importorskip("ray._private.workers").__path__[0]
     printing = "import json, os, sys; print(json.dumps([sys.argv, os.environ['A']]))"

@@ -14,8 +14,10 @@ plain ``python`` if no server answers, if the environment differs in a variable 
 reads at import, for any other option of the interpreter, or if it inherits more than the three
 standard streams.
 
-Ray starts its workers by this command (:func:`runtime_env_hook`); tests that start ranks call
-:func:`command`. :func:`interpreter` is the same command as one file. In its processes
+Ray starts its workers by this command (:func:`runtime_env_hook`). Its library reads variables of a
+job when it is loaded, so the workers of a job are forks of a second server, which is a fork of the
+first, has imported Ray with these variables, and ends with the job's node. Tests that start ranks
+call :func:`command`. :func:`interpreter` is the same command as one file. In its processes
 ``sys.executable`` is that file, so processes that they start are forks, too.
 """
 
@@ -46,23 +48,40 @@ PRELOADED = (
     "burnish.jobs.sft",
     "burnish.report.build",
     "burnish.train.fsdp.engine",
+    "burnish.optimizers.adamw.rule",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
     "torch.distributed.fsdp",
     "torch._dynamo",
+    "torch.profiler._cupti_monitor",
     "grpc",
     "google.protobuf.descriptor_pb2",
     "google.protobuf.json_format",
     "openai",
     "peft",
     "pyarrow.json",
+    "pydantic.deprecated.class_validators",
     "pydantic.v1",
     "requests",
     "starlette.datastructures",
     "uvloop",
 )
 """Ray itself is not among them: its library reads ``RAY_JOB_ID`` when it is loaded."""
+RAY_WORKER = "/ray/_private/workers/default_worker.py"
+"""End of the path of the script that every worker of Ray runs."""
+PRELOADED_FOR_RAY = (
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
+    "ray.actor",
+    "ray.exceptions",
+    "ray._private.arrow_serialization",
+    "ray._private.async_compat",
+    "ray._private.node",
+    "ray._private.runtime_env.setup_hook",
+    "ray._private.worker",
+    "ray.util.scheduling_strategies",
+)
 OTHER_PYTHON = b"exec\n"
 """Answer of the server: the request needs an interpreter with another environment."""
 
@@ -132,30 +151,22 @@ def _can_fork(words: list[str]) -> bool:
 # ---- the server --------------------------------------------------------------------------------
 
 
-class Server:
-    """Forks a process for each connection until standard input ends, then kills all of them."""
+class ForkServer:
+    """Forks processes, reports their exit codes, and kills them when it is closed."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self) -> None:
         import selectors
         import signal
 
-        self.environment = read_at_import(dict(os.environ))
-        self.imported = False
         self.children: dict[int, socket.socket] = {}
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(address)
-        self.listener.listen(64)
-        self.ended, wake = socket.socketpair()
-        for end in (self.ended, wake):
+        self.ended, self._wake = socket.socketpair()
+        for end in (self.ended, self._wake):
             end.setblocking(False)
-        signal.set_wakeup_fd(wake.fileno())
-        self._wake = wake
+        signal.set_wakeup_fd(self._wake.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.selector = selectors.DefaultSelector()
-        self.selector.register(sys.stdin, selectors.EVENT_READ, self.close)
         self.selector.register(self.ended, selectors.EVENT_READ, self.report)
-        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
 
     def serve(self) -> None:
         while True:
@@ -163,33 +174,20 @@ class Server:
                 key.data()
 
     def close(self) -> None:
-        import contextlib
-
         for pid in self.children:
             self._kill(pid)
-        for path in (self.listener.getsockname(), f"{self.listener.getsockname()}-python"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
         sys.exit()
 
-    def accept(self) -> None:
-        """Fork the process that one connection asks for."""
+    def start(self, connection: socket.socket, request: dict[str, Any], streams: list[int]) -> None:
+        """Fork the process that ``request`` asks for, and close its ``streams`` here."""
         import contextlib
         import selectors
 
-        connection, _ = self.listener.accept()
-        received = _receive(connection)
-        if received is None:
-            return
-        request, streams = received
-        if read_at_import(request["environment"]) != self.environment:
-            connection.sendall(OTHER_PYTHON)
-            connection.close()
-        elif (pid := self._fork(request, streams)) is not None:
-            self.children[pid] = connection
-            with contextlib.suppress(BrokenPipeError):
-                connection.sendall(f"{pid}\n".encode())
-            self.selector.register(connection, selectors.EVENT_READ, lambda: self.drop(pid))
+        pid = self._fork(request, streams)
+        self.children[pid] = connection
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(f"{pid}\n".encode())
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self.drop(pid))
         for stream in streams:
             os.close(stream)
 
@@ -197,9 +195,6 @@ class Server:
         import gc
         import signal
 
-        if not self.imported:
-            _import()
-            self.imported = True
         gc.freeze()
         # The fork ignores SIGINT, as the server does, until it has its own handler.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -223,12 +218,17 @@ class Server:
         """Send the exit codes of ended processes to their commands."""
         import contextlib
 
-        self.ended.recv(4096)
-        while self.children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        with contextlib.suppress(BlockingIOError):
+            self.ended.recv(4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if not pid:
                 return
-            connection = self.children.pop(pid)
+            if (connection := self.children.pop(pid, None)) is None:
+                continue  # a server of Ray
             with contextlib.suppress(KeyError):  # dropped
                 self.selector.unregister(connection)
             with contextlib.suppress(BrokenPipeError):
@@ -236,13 +236,145 @@ class Server:
             connection.close()
 
 
-def _import() -> None:
+class Server(ForkServer):
+    """Forks a process for each connection until standard input ends."""
+
+    def __init__(self, address: str) -> None:
+        import selectors
+
+        super().__init__()
+        self.environment = read_at_import(dict(os.environ))
+        self.imported = False
+        self.servers_of_ray: dict[str, socket.socket] = {}
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen(64)
+        self.selector.register(sys.stdin, selectors.EVENT_READ, self.close)
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+
+    def close(self) -> None:
+        import contextlib
+
+        for path in (self.listener.getsockname(), f"{self.listener.getsockname()}-python"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        super().close()
+
+    def accept(self) -> None:
+        """Fork the process that one connection asks for."""
+        connection, _ = self.listener.accept()
+        received = _receive(connection)
+        if received is None:
+            return
+        request, streams = received
+        if read_at_import(request["environment"]) != self.environment:
+            connection.sendall(OTHER_PYTHON)
+            connection.close()
+            for stream in streams:
+                os.close(stream)
+            return
+        if not self.imported:
+            _import(PRELOADED)
+            self.imported = True
+        if not self._passed_to_ray(connection, request, streams):
+            self.start(connection, request, streams)
+
+    def _passed_to_ray(
+        self, connection: socket.socket, request: dict[str, Any], streams: list[int]
+    ) -> bool:
+        """Pass the request of a worker of Ray to the server of its job; return False for other
+        requests, and if that server has ended."""
+        import json
+
+        if not request["words"][0].endswith(RAY_WORKER):
+            return False
+        variables = {k: v for k, v in request["environment"].items() if k.startswith("RAY_")}
+        job = json.dumps(variables, sort_keys=True)
+        if job not in self.servers_of_ray:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                self._become_server_of_ray(theirs, variables, [connection.detach(), *streams])
+            theirs.close()
+            self.servers_of_ray[job] = ours
+        descriptors = [connection.fileno(), *streams]
+        try:
+            socket.send_fds(self.servers_of_ray[job], [json.dumps(request).encode()], descriptors)
+        except OSError:
+            return False
+        connection.close()
+        for stream in streams:
+            os.close(stream)
+        return True
+
+    def _become_server_of_ray(
+        self, channel: socket.socket, variables: dict[str, str], open_here: list[int]
+    ) -> None:
+        """Serve the workers of one job of Ray, in a fork of this server. Does not return."""
+        import traceback
+
+        code = 1
+        try:
+            for file in (self.selector, self.listener, self.ended, self._wake):
+                file.close()
+            for other in (*self.children.values(), *self.servers_of_ray.values()):
+                other.close()
+            for descriptor in open_here:
+                os.close(descriptor)
+            os.environ.update(variables)
+            _import(PRELOADED_FOR_RAY)
+            ServerOfRay(channel).serve()
+        except SystemExit:
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+class ServerOfRay(ForkServer):
+    """Forks the workers of one job of Ray. Ends with the first server, or if the job's node and all
+    workers have ended."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        import selectors
+
+        super().__init__()
+        self.channel = channel
+        self.node = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
+        self.node_has_ended = False
+        self.selector.register(channel, selectors.EVENT_READ, self.accept)
+        self.selector.register(self.node, selectors.EVENT_READ, self.end_with_node)
+
+    def accept(self) -> None:
+        """Fork the worker that the first server asks for."""
+        import json
+
+        data, descriptors, _, _ = socket.recv_fds(self.channel, 4 << 20, 4)
+        if not data:
+            self.close()
+        connection = socket.socket(fileno=descriptors[0])
+        self.start(connection, json.loads(data), descriptors[1:])
+
+    def end_with_node(self) -> None:
+        self.selector.unregister(self.node)
+        self.node_has_ended = True
+        self.report()
+
+    def report(self) -> None:
+        super().report()
+        if self.node_has_ended and not self.children:
+            self.close()
+
+
+def _import(names: tuple[str, ...]) -> None:
     import gc
     import importlib
     import threading
 
     gc.disable()  # what an import makes is not garbage
-    for name in PRELOADED:
+    for name in names:
         importlib.import_module(name)
     gc.enable()
     assert threading.active_count() == 1, "a fork would lose these threads"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from burnish.observe.errors import TrackerError
 
@@ -24,6 +24,7 @@ class TensorBoardTracker:
     def __init__(self, run_dir: Path) -> None:
         """Import the package; no file is written yet. Raises TrackerError if the import fails."""
         try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise TrackerError(
@@ -31,7 +32,7 @@ class TensorBoardTracker:
                 f"({error}); install it with: pip install 'burnish[tensorboard]', or leave "
                 "observe.tensorboard out (metrics.jsonl is always written)"
             ) from error
-        self._open = SummaryWriter
+        self._open, self._summary, self._value = SummaryWriter, Summary, Summary.Value
         self._folder = str(run_dir / TENSORBOARD_DIR)
         self._writer: SummaryWriter | None = None
 
@@ -40,8 +41,10 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples) -> None:
         assert self._writer is not None
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        # One event for all values: add_scalar makes one each, at up to 8 times the CPU time.
+        values = [self._value(tag=name, simple_value=value) for name, value in metrics.items()]
+        events: Any = self._writer.file_writer
+        events.add_summary(self._summary(value=values), step)
         self._writer.flush()
 
     def rewind(self, step: int) -> int:

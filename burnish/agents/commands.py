@@ -72,13 +72,13 @@ class CommandAgents:
                 except TimeoutError as error:
                     message = f"the agent took more than {timeout_s:g} s (episodes.timeout_s)"
                     raise EpisodeFailedError("timeout", message) from error
-            if code := process.transport.get_returncode():
-                raise failure_of(self._command, code, process.lines)
+            code = process.transport.get_returncode()
+            failed = failure_of(self._command, code, process.lines) if code else None
             try:
                 reward = read_reward(environment["BURNISH_REWARD"])
             except (OSError, ValueError) as error:
-                raise unreadable_reward(error) from error
-            return parse_reward(reward)
+                raise failed or unreadable_reward(error) from error
+            return result_of(reward, failed)
 
     async def close(self) -> None:
         """Do nothing: each process ends with its episode."""
@@ -95,6 +95,7 @@ def variables(endpoint: Endpoint, folder: Path) -> dict[str, str]:
         "BURNISH_BASE_URL": endpoint.base_url,
         "BURNISH_API_KEY": endpoint.api_key,
         "BURNISH_MODEL": endpoint.model,
+        "BURNISH_MAX_TOKENS": str(endpoint.max_tokens),
         "BURNISH_TASK": str(folder / "task.json"),
         "BURNISH_REWARD": str(folder / "reward.json"),
         "BURNISH_WORKDIR": str(folder),
@@ -201,10 +202,15 @@ def unreadable_reward(error: object) -> EpisodeFailedError:
     return EpisodeFailedError("env_error", f"BURNISH_REWARD cannot be read: {error}")
 
 
-def parse_reward(text: bytes | None) -> Any:
-    """Return the reward that an agent wrote; None if it wrote none. Raises EpisodeFailedError."""
+def result_of(text: bytes | None, failed: EpisodeFailedError | None) -> Any:
+    """Return the reward that an agent wrote; None if it wrote none. Raises EpisodeFailedError: that
+    of an agent that ``failed`` has the reward, too."""
     try:
-        return None if text is None else json.loads(text, object_pairs_hook=json_object)
+        result = None if text is None else json.loads(text, object_pairs_hook=json_object)
     except (ValueError, RecursionError) as error:
         message = f"BURNISH_REWARD must contain a number or an object of numbers as JSON: {error}"
-        raise EpisodeFailedError("env_error", message) from error
+        raise failed or EpisodeFailedError("env_error", message) from error
+    if failed is not None:
+        failed.result = result
+        raise failed
+    return result

@@ -7,7 +7,8 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from burnish.agents.accepted import Accepted
@@ -28,6 +29,8 @@ class Endpoint:
     """Without ``/v1``: the base URL of Anthropic's clients."""
     api_key: str = field(repr=False)
     model: str = MODEL
+    max_tokens: int = 0
+    """Tokens of a conversation (``episodes.max_tokens``)."""
 
     @property
     def base_url(self) -> str:
@@ -101,7 +104,7 @@ class AgentProgram:
     async def run_episode(self, task: Task, policy: Policy, limits: EpisodeLimits) -> EpisodeResult:
         """Run one episode: run the agent until it returns, fails, or reaches the time limit."""
         session = TrainingSession(task, policy, limits, self.accepted)
-        endpoint = self.server.admit(session)
+        endpoint = replace(self.server.admit(session), max_tokens=limits.max_tokens)
         if "prompt_text" in task.row:
             _warn_of_replaced_column()
         row = {**task.row, "seed": task.environment_seed, "prompt_text": task.prompt_text}
@@ -109,12 +112,17 @@ class AgentProgram:
         rewards: Mapping[str, float] = {}
         error: EpisodeFailedError | None = None
         try:
-            await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {agent, session.failure, session.used_up}, return_when=asyncio.FIRST_COMPLETED
+            )
             if session.failure.done():
                 session.failure.result()
-            rewards = as_rewards(agent.result())
+            if agent.done():
+                rewards = as_rewards(agent.result())
         except EpisodeFailedError as failed:
             error = failed
+            with suppress(EpisodeFailedError):
+                rewards = as_rewards(failed.result)
         finally:
             self.server.dismiss(endpoint)
             agent.cancel()

@@ -43,6 +43,7 @@ async def run(worker_module: Any, settings: dict[str, Any]) -> None:
         root_url=os.environ["ANTHROPIC_BASE_URL"],
         api_key=os.environ["BURNISH_API_KEY"],
         model=os.environ["BURNISH_MODEL"],
+        max_tokens=int(os.environ["BURNISH_MAX_TOKENS"]),
     )
     result = await handler.run("episode", task, endpoint)
     text = json.dumps(result, default=worker_module.plain)

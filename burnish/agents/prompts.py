@@ -22,6 +22,7 @@ from burnish.agents.calls import ModelCall, invalid, well_formed
 from burnish.agents.replies import checked_ids
 from burnish.chat_message import AnsweredCalls, Message
 from burnish.compact import IntArray
+from burnish.data.left_out import with_lost_texts
 from burnish.episodes.loop import Policy
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import TooLongError
@@ -195,6 +196,8 @@ class CallPrompt:
     """Digests of the reasoning in the conversation, as the policy reads it."""
     text: str | None = None
     """The prompt, if it has no chat template."""
+    left_out: tuple[str, ...] = ()
+    """Kinds of notices about what the chat template leaves out of the messages."""
 
 
 class Prompts:
@@ -260,9 +263,12 @@ class Prompts:
             new = _with_recorded_ids(messages[num_known:], messages[:num_known], recorded)
             read = (*recorded, *new)
             thoughts = (*parent.prompt.thoughts, *thoughts_of([parent.parsed.message]))
+        left_out: tuple[str, ...] = ()
         if parent is None or renderer.history == "template":
             render = renderer.render if parent is None else renderer.render_again
-            ids = await in_renderer(render, read, tools, max_tokens=self._max_tokens)
+            ids, left_out = await in_renderer(
+                with_lost_texts, render, read, tools, max_tokens=self._max_tokens
+            )
         else:
             ids = await in_renderer(
                 renderer.bridge,
@@ -274,7 +280,7 @@ class Prompts:
                 ended=parent.completion.finish_reason == "stop",
                 max_tokens=self._max_tokens,
             )
-        return CallPrompt(ids, read, parent, num_known, digests[-1], thoughts)
+        return CallPrompt(ids, read, parent, num_known, digests[-1], thoughts, left_out=left_out)
 
     async def _ids_prompt(self, token_ids: tuple[int, ...]) -> CallPrompt:
         """Return a prompt of token ids. If they begin with those of a recorded call and its

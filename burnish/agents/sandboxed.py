@@ -25,7 +25,7 @@ from burnish.agents import function_program, relay
 from burnish.agents.commands import (
     MAX_LINES,
     failure_of,
-    parse_reward,
+    result_of,
     task_text,
     unreadable_reward,
     variables,
@@ -169,11 +169,11 @@ class SandboxedCommands:
             # (the agent may end the relay, or write to its output)
             message = f"the sandbox of the agent ended with {result.exit_code} and no result:\n"
             raise EpisodeFailedError("infra_error", message + "\n".join(lines)) from None
-        if code:
-            raise failure_of([self._name], code, lines)
+        failed = failure_of([self._name], code, lines) if code else None
         if problem is not None:
-            raise unreadable_reward(problem)
-        return parse_reward(None if reward is None else str(reward).encode("latin-1", "replace"))
+            raise failed or unreadable_reward(problem)
+        text = None if reward is None else str(reward).encode("latin-1", "replace")
+        return result_of(text, failed)
 
 
 class SandboxedFunctions:

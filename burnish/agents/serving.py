@@ -42,6 +42,7 @@ from burnish.agents.replies import (
     with_stop,
 )
 from burnish.agents.streaming import ResponseStreams, TokenReader
+from burnish.data.left_out import with_lost_texts
 from burnish.episodes.loop import call_seed, sample
 from burnish.episodes.parsing import ParsedMessage
 from burnish.episodes.renderer import ChatRenderer, TextCodec, TooLongError
@@ -111,6 +112,8 @@ class _Prompt:
     ids: Ids
     renderer: ChatRenderer | None
     """None: a completion, without a chat template."""
+    left_out: tuple[str, ...] = ()
+    """Kinds of notices about what the chat template leaves out of the messages."""
 
 
 class ServingBackend:
@@ -219,7 +222,11 @@ class ServingBackend:
             call,
             sum(len(prompt.ids) for prompt in prompts),
             f"{name}-{secrets.token_hex(6)}",
-            ignored=(*call.ignored, *["tool_choice"] * (call.tool_choice == "required")),
+            ignored=(
+                *call.ignored,
+                *["tool_choice"] * (call.tool_choice == "required"),
+                *(f"template_{kind}" for kind in prompts[0].left_out),
+            ),
         )
         most = max(request.max_tokens or 0 for request in requests)
         sampling = _sampling(call, most, prompts[0].renderer)
@@ -286,10 +293,12 @@ class ServingBackend:
         try:
             if call.prompt is None:
                 renderer = await self._renderer(call.template_kwargs)
-                ids = await self._in_thread(
-                    renderer.render, call.messages, call.shown_tools, max_tokens=self._max_len
+                ids, left_out = await self._in_thread(
+                    with_lost_texts,
+                    *(renderer.render, call.messages, call.shown_tools),
+                    max_tokens=self._max_len,
                 )
-                return _Prompt(ids, renderer)
+                return _Prompt(ids, renderer, left_out)
             if isinstance(call.prompt, str):
                 encode = self._codec.encode
                 ids = await self._in_thread(encode, call.prompt, max_tokens=self._max_len)

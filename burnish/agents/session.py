@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -48,6 +48,9 @@ MODEL = "policy"
 """Name of the model for clients. Every other name is accepted, too."""
 
 
+_MAX_CALLS_BEHIND_END = 4
+"""Calls that are refused after the last turn until the agent is ended. Some programs retry until
+the time limit."""
 _MIN_LOOP = 6
 """Conversations of an episode from which on it may be a loop of summaries."""
 
@@ -68,9 +71,11 @@ class TrainingSession:
         self.task, self.policy, self.limits, self.accepted = task, policy, limits, accepted
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the engine's error if it fails: the run cannot continue then."""
+        self.used_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the agent goes on calling although its turns are used up."""
         self.counts: Counter[str] = Counter()
-        """Numbers of events: ``replayed`` replies, ``refused`` calls, ``failed_after_cut`` (an
-        error of the agent behind a response that a limit cut), ``ignored_<parameter>``."""
+        """Numbers of events: ``replayed`` replies, ``refused`` calls, ``failed_after_cut`` and
+        ``failed_after_refusal`` (errors of the agent behind a limit), ``ignored_<parameter>``."""
         self._arrivals = Arrivals()
         self._recorded: dict[int, RecordedCall] = {}
         """Place of a call in the order of arrival -> the call."""
@@ -191,20 +196,17 @@ class TrainingSession:
     ) -> EpisodeResult:
         """Return the finished episode, with its calls in the order of their arrival.
 
-        ``rewards``: those that the agent gave, by name. ``error``: the failure of the agent. An
-        error of the agent's code may be the consequence of a limit: one that the last call
-        exceeded, or one that cut the last response (some programs exit with an error then). The
-        limit takes precedence.
+        ``rewards``: those that the agent gave, by name, which a failed episode does not have.
+        ``error``: the failure of the agent. A limit takes precedence, if the failure may be its
+        consequence.
         """
         recorded = [call for _, call in sorted(self._recorded.items()) if call.was_seen]
         limit = self._limit()
         if error is None and not recorded and limit is None:
             error = EpisodeFailedError("env_error", "the agent ended without calling the model")
         text = "" if error is None else str(error)
-        if error is not None and error.status == "env_error":
-            if limit is None and recorded and recorded[-1].completion.finish_reason == "length":
-                self.counts["failed_after_cut"] += 1
-                limit = "max_turn_tokens"
+        if error is not None:
+            limit = self._limit_behind(error, recorded)
             error = error if limit is None else None
         status: EpisodeStatus = limit or "done" if error is None else error.status
         first = recorded[0] if recorded else None
@@ -212,13 +214,32 @@ class TrainingSession:
             status=status,
             start=() if first is None else first.prompt.messages,
             tools=() if first is None else first.tools,
-            turns=tuple(self._turns(recorded, rewards)),
+            turns=tuple(self._turns(recorded, rewards if error is None else {})),
             seconds=time.monotonic() - self._began,
             error=text,
         )
         return EpisodeResult(
             record, tuple(EngineCall(call.prompt.ids, call.completion) for call in recorded), error
         )
+
+    def _limit_behind(
+        self, error: EpisodeFailedError, recorded: Sequence[RecordedCall]
+    ) -> EpisodeStatus | None:
+        """Return the limit of which a failure of the agent may be the consequence: one that the
+        last call exceeded, one that cut the last response, or a full context that it could not
+        shorten. None if there is none, and for the end of its process by something else."""
+        if (limit := self._limit()) is not None:
+            return limit if error.status in ("env_error", "timeout") else None
+        if error.status != "env_error" or not recorded:
+            return None
+        if recorded[-1].completion.finish_reason == "length":
+            self.counts["failed_after_cut"] += 1
+            return "max_turn_tokens"
+        last = max(self._refused, default=None)
+        if last is not None and sum(number > last for number in self._recorded) <= 1:
+            self.counts["failed_after_refusal"] += 1
+            return "max_tokens"
+        return None
 
     def summary_loop(self) -> str | None:
         """Return a warning if the program used all turns, and its conversation began again in most
@@ -280,12 +301,14 @@ class TrainingSession:
                 self.failure.set_exception(error)
             message = "the rollout engine has failed"
             raise CallError(message, status=503, kind="api_error") from error
+        left_out = [f"template_{kind}" for kind in recorded.prompt.left_out]
+        self.counts.update(f"ignored_{name}" for name in left_out)
         self._recorded[recorded.number] = recorded
         self._latest[recorded.conversation] = recorded
         self._prompts.record(recorded)
         name = f"{self.task.episode_id}-{recorded.number}"
         choice = make_choice(call, recorded.completion, recorded.parsed, recorded.parts)
-        start = make_start(call, len(recorded.prompt.ids), name, ignored=ignored)
+        start = make_start(call, len(recorded.prompt.ids), name, ignored=(*ignored, *left_out))
         return make_reply(start, [choice], cached_tokens=recorded.completion.cached_tokens)
 
     async def _parts(
@@ -402,6 +425,9 @@ class TrainingSession:
         goes on with a call that fits."""
         self._refused[place.number] = status
         self.counts["refused"] += 1
+        used_up = sum(limit == "max_turns" for limit in self._refused.values())
+        if used_up >= _MAX_CALLS_BEHIND_END and not self.used_up.done():
+            self.used_up.set_result(None)
         return error
 
     @contextmanager

@@ -9,13 +9,13 @@ Reading order: check_rendering, Field.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from burnish.chat_message import REASONING, USUAL_ROLES, Message
 from burnish.data.messages import as_rendered
-from burnish.data.notices import note
+from burnish.data.notices import collecting, note
 from burnish.data.rendering import Habits, Tools, habits_of, render_text
 from burnish.data.sources import DataError
 from burnish.data.thoughts import end_of_reasoning, marked_parts
@@ -24,6 +24,8 @@ from burnish.templates import of_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 Field = Literal[
     "content",
@@ -51,6 +53,7 @@ text with tool calls, which many templates leave out."""
 REFUSED_BEHIND_TURNS: frozenset[Field] = frozenset({"content"})
 """Fields that may not be left out of messages behind a turn that is kept as tokens. A tool format
 may be described in the system prompt, with calls that the template does not render."""
+_LOST_TEXTS = frozenset({"text_with_calls_dropped", "text_at_marks_dropped", "reasoning_ignored"})
 _Shape = tuple[str, bool, tuple[bool, ...], bool, tuple[str, ...]]
 _Sequence = tuple[str, tuple[_Shape, ...], bool]
 _LeftOut = tuple[tuple[Field, str], ...]
@@ -84,6 +87,8 @@ def check_rendering(
             raise _left_out_error(field, role, system_prompt, habits.tags)
         elif field == "text at marks":
             note("text_at_marks_dropped", _text_at_marks(habits.tags))
+        elif field == "text with tool calls":
+            note("text_with_calls_dropped", str(_left_out_error(field, role, None, habits.tags)))
     template = str(tokenizer.chat_template)
     for role in {message["role"] for message in messages} - USUAL_ROLES:
         if f"'{role}'" not in template and f'"{role}"' not in template:
@@ -94,6 +99,16 @@ def check_rendering(
                 f"{', '.join(sorted(USUAL_ROLES))}",
             )
     _note_ignored(habits, messages, template)
+
+
+def with_lost_texts(
+    render: Callable[..., T], *args: Any, **options: Any
+) -> tuple[T, tuple[str, ...]]:
+    """Return the result of ``render``, and the kinds of notices about texts of the messages that
+    the template left out meanwhile."""
+    with collecting() as notes:
+        result = render(*args, **options)
+    return result, tuple(kind for kind in notes if kind in _LOST_TEXTS)
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> bool:

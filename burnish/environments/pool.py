@@ -48,6 +48,8 @@ class EpisodeFailedError(BurnishError, RuntimeError):
     def __init__(self, status: Failure, message: str) -> None:
         super().__init__(message)
         self.status: Failure = status
+        self.result: Any = None
+        """Result that an agent gave before it failed."""
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,10 @@ def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 class Endpoint:
     """Address and key of the policy for one episode, the second argument of agent functions."""
 
-    def __init__(self, root_url: str, api_key: str, model: str) -> None:
+    def __init__(self, root_url: str, api_key: str, model: str, max_tokens: int = 0) -> None:
+        """``max_tokens`` of a conversation."""
         self.root_url, self.api_key, self.model = root_url, api_key, model
+        self.max_tokens = max_tokens
         self.base_url = root_url + "/v1"
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeVar
 
+from burnish.data.left_out import with_lost_texts
 from burnish.environments.multi_turn import Step
 from burnish.environments.pool import EnvironmentPool, EpisodeFailedError, OpenEpisode
 from burnish.episodes.renderer import ChatRenderer
@@ -224,7 +225,9 @@ class _EpisodeState:
         """Take turns until the episode ends. Return its status."""
         self.start, self.tools = episode.start.messages, episode.start.tools
         render = self.policy.renderer.render
-        prompt = await self.policy.in_renderer(render, self.start, self.tools)
+        prompt, left_out = await self.policy.in_renderer(
+            with_lost_texts, render, self.start, self.tools
+        )
         if len(prompt) >= self.limits.max_tokens:
             return "prompt_too_long"
         for number in range(self.limits.max_turns):
@@ -239,7 +242,10 @@ class _EpisodeState:
                     message=message,
                     answer=tuple(step.messages),
                     rewards=step.rewards,
-                    counts=step.counts,
+                    counts={
+                        **{f"ignored_template_{kind}": 1.0 for kind in left_out},
+                        **step.counts,
+                    },
                     finish_reason=completion.finish_reason,
                     problem=problem or "",
                     num_tokens=len(completion.token_ids),
@@ -251,7 +257,7 @@ class _EpisodeState:
             )
             if status is not None:
                 return status
-            prompt = await self._next_prompt(prompt, completion, step.messages)
+            prompt, left_out = await self._next_prompt(prompt, completion, step.messages)
             if len(prompt) >= self.limits.max_tokens:
                 return "max_tokens"
         return "max_turns"
@@ -298,7 +304,8 @@ class _EpisodeState:
 
     async def _next_prompt(
         self, prompt: Ids, completion: Completion, messages: Sequence[Message]
-    ) -> Ids:
+    ) -> tuple[Ids, tuple[str, ...]]:
+        """Return the prompt, and the kinds of notices about what the template leaves out."""
         renderer = self.policy.renderer
         earlier = list(self.start)
         for turn in self.turns[:-1]:
@@ -306,8 +313,10 @@ class _EpisodeState:
         if renderer.history == "template":
             last = self.turns[-1]
             conversation = [*earlier, last.message, *last.answer]
-            return await self.policy.in_renderer(renderer.render_again, conversation, self.tools)
-        return await self.policy.in_renderer(
+            return await self.policy.in_renderer(
+                with_lost_texts, renderer.render_again, conversation, self.tools
+            )
+        ids = await self.policy.in_renderer(
             renderer.bridge,
             prompt,
             completion.token_ids,
@@ -316,6 +325,7 @@ class _EpisodeState:
             earlier=earlier,
             ended=completion.finish_reason == "stop",
         )
+        return ids, ()
 
 
 def call_seed(seed: int, prompt_ids: Sequence[int], attempt: int = 0) -> int:

@@ -282,6 +282,13 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
         assert refused.value.status == 410
         crash = EpisodeFailedError("env_error", "the agent raised APIError")
         assert backend.result({}, crash).record.status == "max_turns"
+        late = EpisodeFailedError("timeout", "the agent took more than 9 s")
+        assert backend.result({}, late).record.status == "max_turns"
+        assert not backend.used_up.done()
+        for _ in range(3):
+            with pytest.raises(CallError):
+                await ask(backend, user("3"))
+        assert backend.used_up.done()
         killed = EpisodeFailedError("infra_error", "the worker died")
         return backend.result({}, killed).record.status
 
@@ -296,7 +303,12 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
         assert openai_error(refused.value)["error"]["code"] == "context_length_exceeded"
         assert refused.value.kind == "context_length_exceeded"
         assert backend.result({}).record.status == "max_tokens"
+        crash = EpisodeFailedError("env_error", "the agent raised APIError")
+        assert backend.result({}, crash).record.status == "max_tokens"
         await ask(backend, user("a summary"))
+        assert backend.result({}, crash).record.status == "max_tokens"
+        await ask(backend, user("work"))
+        assert backend.result({}, crash).record.status == "env_error"
         return backend.result({}).record.status
 
     async def never(backend: TrainingSession, engine: ScriptedEngine) -> Any:
@@ -699,3 +711,23 @@ def test_a_request_whose_calls_the_template_leaves_out_is_refused() -> None:
         assert error.value.status == 400 and not engine.log
 
     run(scenario, tokenizer=tokenizer)
+
+
+def test_text_beside_calls_that_the_template_leaves_out_is_named_and_counted() -> None:
+    """The template of Llama 3.1 drops it, as it does for every server of that model."""
+    tokenizer = trl_tokenizer("llama3_1")
+    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    answer = {"role": "assistant", "content": "Let me add.", "tool_calls": calls}
+    result = {"role": "tool", "content": "1", "tool_call_id": "a"}
+
+    async def scenario() -> Any:
+        async with session(tokenizer=tokenizer) as (backend, engine):
+            request = call(user("add"), answer, result, tools=(TOOL,))
+            reply = await backend.respond(request, digest=b"a")
+            assert "Let me add." not in tokenizer.decode(list(engine.log[0][0].prompt_ids))
+            bare = call(user("add"), {**answer, "content": ""}, result, tools=(TOOL,))
+            assert (await backend.respond(bare, digest=b"b")).ignored == ()
+            return reply.ignored, dict(backend.result({}).record.turns[-1].counts)
+
+    name = "template_text_with_calls_dropped"
+    assert asyncio.run(scenario()) == ((name,), {f"ignored_{name}": 1})

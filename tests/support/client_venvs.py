@@ -19,6 +19,7 @@ REQUIREMENTS = {
     "litellm": ("litellm==1.106.2", "mcp==2.3.0"),
     "verifiers": ("verifiers==0.4.0", "uv==0.13.9"),
     "trackio": ("trackio==0.43.0",),
+    "mini_swe_agent": ("mini-swe-agent==2.4.6",),
     "lm-eval": ("lm-eval==0.4.13", "aiohttp", "tenacity", "tiktoken"),
 }
 

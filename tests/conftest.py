@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed is an oracle of tests
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The command line sets it. A process with another value would be no fork (see fork_server.py).
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Triton reads it when it is imported. Without a GPU its kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")
 os.environ.update(RAY_prestart_worker_first_driver="0")  # no test has tasks for such workers

@@ -16,6 +16,8 @@ import fork_server
 import psutil
 import pytest
 
+from burnish.messages import quiet_libraries
+
 SCRIPT = """
 import json, os, sys
 import helper_of_the_script
@@ -98,6 +100,13 @@ def test_another_environment_gets_its_own_interpreter(script: Path, name: str, v
     done = started(script, **{name: value})
     assert json.loads(done.stdout) == [["a", "b c"], str(script.parent), "red", "typed", False]
     assert done.returncode == 7
+
+
+def test_commands_and_their_processes_have_the_environment_of_forks() -> None:
+    """Otherwise each process that starts after a command of the command line is no fork."""
+    before = fork_server.read_at_import(dict(os.environ))
+    quiet_libraries()
+    assert fork_server.read_at_import(dict(os.environ)) == before
 
 
 @pytest.mark.slow

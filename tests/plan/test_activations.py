@@ -98,13 +98,13 @@ def measured(config, work, passes):
     return live.peak - base
 
 
+LAYOUTS = ("packed", "padded", "shared_prefix")
 GRID = [
     *(
-        dict(hidden=h, layers=n, count=c, length=t, checkpointing=k, layout=layout)
-        for (h, n, c, t), k, layout in itertools.product(
-            [(64, 4, 4, 128), (128, 8, 2, 256), (32, 12, 8, 64), (64, 6, 1, 600)],
-            [False, True, "selective"],
-            ["packed", "padded", "shared_prefix"],
+        dict(hidden=h, layers=n, count=c, length=t, checkpointing=k, layout=LAYOUTS[(i + j) % 3])
+        for (i, (h, n, c, t)), (j, k) in itertools.product(
+            enumerate([(64, 4, 4, 128), (128, 8, 2, 256), (32, 12, 8, 64), (64, 6, 1, 600)]),
+            enumerate([False, True, "selective"]),
         )
     ),
     dict(hidden=64, layers=4, count=4, length=128, dtype="bf16", checkpointing="selective"),
@@ -146,6 +146,7 @@ GRID = [
         )
     ),
 ]
+"""Every pair of a size, a kind of checkpointing and a layout; and other options."""
 
 
 def case(hidden, layers, count, length, passes=1, **more):

@@ -26,8 +26,8 @@ from watch_page import opened
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny_1_sft.yaml"
 
 
-def train(words: list[str], *, server: int, block: int) -> None:
-    """Run the recipe, and print the seconds of its blocks."""
+def train(words: list[str], *, server: int, block: int, control: bool) -> None:
+    """Run the recipe, and print the seconds of its blocks. ``control``: all blocks are watched."""
     from burnish.cli import main as burnish
     from burnish.driver.trainer import Trainer
     from burnish.observe.tracker import TrackerQueue
@@ -48,11 +48,11 @@ def train(words: list[str], *, server: int, block: int) -> None:
         if done > 2 * block:  # the first pair is not counted
             seconds[is_watched].append(now - begun)
         is_watched = not is_watched
-        os.kill(server, signal.SIGCONT if is_watched else signal.SIGSTOP)
+        os.kill(server, signal.SIGCONT if is_watched or control else signal.SIGSTOP)
         begun = resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
     def watched_log(queue: TrackerQueue, number: int, metrics: Mapping[str, float]) -> None:
-        if is_watched:
+        if is_watched or control:
             log(queue, number, metrics)
 
     trainers._step, queues.log = timed_step, watched_log
@@ -83,11 +83,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--block", type=int, default=10, help="steps")
     parser.add_argument("--settings", nargs="*", default=[], help="other keys of the recipe")
+    parser.add_argument("--control", action="store_true", help="watch all blocks: the noise")
     parser.add_argument("--train", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--server", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        train(options.train, server=options.server, block=options.block)
+        train(options.train, server=options.server, block=options.block, control=options.control)
         return
     steps = 2 * options.block * (options.pairs + 1)
     with tempfile.TemporaryDirectory() as folder, opened(Path(folder)) as chromium:
@@ -95,6 +96,7 @@ def main() -> None:
         words = ["sft", str(RECIPE), f"run_dir={folder}/run", f"max_steps={steps}"]
         words += ["max_epochs=null", "observe.tensorboard=true", "eval=null", *options.settings]
         command = [sys.executable, __file__, "--server", str(chromium.pid)]
+        command += ["--control"] * options.control
         command += ["--block", str(options.block), "--train", *words]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run(

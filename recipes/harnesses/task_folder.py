@@ -1,8 +1,9 @@
 """The folder in which a coding agent works on a task, and its score. All launchers here use it.
 
-A row of data has ``prompt`` (text), and may have ``files`` (path -> text), which are written
-before the program starts, and ``test``, a shell command that is run in the folder behind it: the
-reward is 1 if its exit code is 0, else 0. Without ``test`` another reward scores the episode.
+A row of data has ``prompt`` (text, or messages, of which the last one counts). It may have
+``files`` (path -> text), which are written before the program starts, and ``test``, a shell command
+that is run in the folder behind it: the reward is 1 if its exit code is 0, else 0. Without ``test``
+another reward scores the episode.
 """
 
 import json
@@ -52,7 +53,8 @@ def run(command, *, environment=None, home_files=None):
     # (PWD: some programs believe it more than their working folder.)
     variables |= {"XDG_DATA_HOME": str(home / ".local/share"), "PWD": str(folder)}
     variables |= environment or {}
-    command = [task["prompt"] if word == "{prompt}" else word for word in command]
+    prompt = task["prompt"] if isinstance(task["prompt"], str) else task["prompt"][-1]["content"]
+    command = [prompt if word == "{prompt}" else word for word in command]
     code = subprocess.run(command, cwd=folder, env=variables, stdin=subprocess.DEVNULL).returncode
     if task.get("test"):
         try:

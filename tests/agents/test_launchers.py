@@ -54,7 +54,9 @@ def test_there_is_a_launcher_for_each_program() -> None:
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_program_gets_the_prompt_the_address_and_an_empty_home(name: str, tmp_path: Path) -> None:
-    done, reward = launch(name, tmp_path, {**TASK, "test": "grep -q hello out.txt"}, "--more", "x")
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": TASK["prompt"]}]
+    task = {**TASK, "prompt": messages, "test": "grep -q hello out.txt"}
+    done, reward = launch(name, tmp_path, task, "--more", "x")
     assert done.returncode == 0, done.stderr
     assert reward == 1.0
     seen = json.loads((tmp_path / "seen.json").read_text())

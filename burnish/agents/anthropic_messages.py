@@ -23,10 +23,11 @@ from burnish.agents.calls import (
 )
 from burnish.agents.conversation import (
     Conversation,
+    RequestTools,
     assistant_message,
-    checked_choice,
     checked_tools,
     function_tool,
+    is_server_tool,
     joined_text,
     part_text,
     tool_call,
@@ -56,8 +57,6 @@ _PARAMETERS = {
     "container": Parameter("the server has no code execution"),
     "prefill": Parameter("a response cannot be begun by the client"),
 }
-_SERVER_TOOLS = ("web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search")
-"""Beginnings of the types of tools that Anthropic's server runs."""
 _MESSAGE_KEYS = frozenset(
     {
         *("role", "content"),
@@ -142,7 +141,7 @@ class Messages:
 
 
 def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
-    tools, server_tools = root.read("tools", _read_tools, ((), {}))
+    tools = root.read("tools", _read_tools, RequestTools())
     unsupported = unsupported_parameters(root, _PARAMETERS)
     ignored: list[str] = []
     if output := root.get("output_config"):
@@ -162,8 +161,8 @@ def _read(root: Json, max_messages: int, max_tokens: int | None) -> ModelCall:
     return ModelCall(
         model=root.need("model").name(),
         messages=_read_messages(root, max_messages),
-        tools=tools,
-        server_tools=server_tools,
+        tools=tools.functions,
+        server_tools=tools.server_tools,
         tool_choice=_read_choice(choice, tools),
         max_tokens=max_tokens,
         stop=root.read("stop_sequences", stop_texts, ()),
@@ -189,22 +188,21 @@ def _thinks(node: Json | None) -> bool:
     return display is None or display.value != "omitted"
 
 
-def _read_tools(node: Json) -> tuple[tuple[Any, ...], dict[str, str]]:
-    """Return (functions, tools of the server) as ModelCall has them."""
-    tools: list[dict[str, Any]] = []
+def _read_tools(node: Json) -> RequestTools:
+    functions: list[dict[str, Any]] = []
     server_tools: dict[str, str] = {}
     for tool in node.items():
         kind = tool.get("type")
-        if kind is not None and str(kind.value).startswith(_SERVER_TOOLS):
+        if kind is not None and is_server_tool(kind):
             server_tools[kind.path] = kind.name()
             continue
         if kind is not None and kind.value != "custom":
             raise kind.wrong("'custom': describe other tools by their schema")
-        tools.append(function_tool(tool, "input_schema"))
-    return checked_tools(tools, node.path), server_tools
+        functions.append(function_tool(tool, "input_schema"))
+    return RequestTools(checked_tools(functions, node.path), server_tools=server_tools)
 
 
-def _read_choice(node: Json | None, tools: tuple[Any, ...]) -> ToolChoice:
+def _read_choice(node: Json | None, tools: RequestTools) -> ToolChoice:
     if node is None:
         return "auto"
     match node.need("type").one_of(("auto", "none", "any", "tool")):
@@ -213,9 +211,9 @@ def _read_choice(node: Json | None, tools: tuple[Any, ...]) -> ToolChoice:
         case "none":
             return "none"
         case "any":
-            return checked_choice("required", node, tools=tools)
+            return tools.required(node)
         case _:
-            return checked_choice("required", node, tools=tools, name=node.need("name"))
+            return tools.required(node, node.need("name"))
 
 
 def _read_messages(root: Json, max_messages: int) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from typing import Any
 from burnish.agents.episodes import Endpoint
 from burnish.agents.relay import read_reward
 from burnish.environments.base import EnvironmentSetupError
-from burnish.environments.pool import EpisodeFailedError
+from burnish.environments.pool import EpisodeFailedError, Failure
 from burnish.environments.process import ProcessPipes
 from burnish.environments.worker import without_proxy
 from burnish.json_text import json_object
@@ -194,7 +194,8 @@ def failure_of(command: Sequence[str], code: int, lines: Sequence[str]) -> Episo
     outcome = f"exited with code {code}" if code > 0 else f"was ended by {signal_name}"
     text = f"the agent {command[0]!r} {outcome}"
     text += f"; its last output:\n{output}" if output else ""
-    return EpisodeFailedError("infra_error" if code == -signal.SIGKILL else "env_error", text)
+    status: Failure = "infra_error" if code == -signal.SIGKILL else "env_error"
+    return EpisodeFailedError(status, text, is_crash=True)
 
 
 def unreadable_reward(error: object) -> EpisodeFailedError:

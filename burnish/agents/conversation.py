@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from burnish.agents.calls import CallError, Message, ToolChoice, invalid
@@ -10,6 +11,11 @@ from burnish.agents.reading import Json, checked_value
 from burnish.chat_message import AnsweredCalls, text_of
 from burnish.json_text import json_value
 
+_SERVER_TOOLS = (
+    *("web_search", "web_fetch", "file_search", "tool_search", "code_execution"),
+    *("code_interpreter", "image_generation", "mcp"),
+)
+"""Beginnings of the types of tools that OpenAI's or Anthropic's server runs."""
 _MEDIA = ("image", "audio", "video", "file", "document")
 
 
@@ -195,27 +201,42 @@ def checked_tools(tools: list[dict[str, Any]], path: str) -> tuple[Mapping[str, 
     return tuple(tools)
 
 
-def checked_choice(
-    choice: ToolChoice,
-    node: Json,
-    *,
-    tools: tuple[Mapping[str, Any], ...],
-    name: Json | None = None,
-) -> ToolChoice:
-    """Return the tool choice. ``name``: the tool that must be called.
+@dataclass(frozen=True)
+class RequestTools:
+    """The tools of a request."""
 
-    Raises CallError if a call is required without tools, or of an unknown tool.
-    """
-    if choice == "required" and not tools:
-        raise invalid(node.path, f"{node.path} requires a tool call, but there are no tools")
-    known = [tool["function"]["name"] for tool in tools]
-    if name is not None and name.name() not in known:
+    functions: tuple[Mapping[str, Any], ...] = ()
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """As :attr:`ModelCall.namespaces`."""
+    server_tools: Mapping[str, str] = field(default_factory=dict)
+    """As :attr:`ModelCall.server_tools`."""
+
+    def required(self, node: Json, name: Json | None = None) -> ToolChoice:
+        """Return the tool choice of a request that requires a call, of the tool ``name`` if it is
+        given. If only a tool of the server can be meant, the choice is left to the model: the
+        backend refuses such tools, or drops them.
+
+        Raises CallError if a call is required without tools, or of an unknown tool.
+        """
+        names = [tool["function"]["name"] for tool in self.functions]
+        known = [*names, *(short for _, short in self.namespaces.values())]
+        if self.functions if name is None else name.name() in known:
+            return "required"
+        if self.server_tools:
+            return "auto"
+        if not self.functions:
+            raise invalid(node.path, f"{node.path} requires a tool call, but there are no tools")
+        assert name is not None
         raise name.wrong(f"the name of a tool ({', '.join(known)[:200]})")
-    return choice
+
+
+def is_server_tool(kind: Json) -> bool:
+    """Return whether a type of tools is one that a provider runs."""
+    return str(kind.value).startswith(_SERVER_TOOLS)
 
 
 def openai_choice(
-    node: Json | None, tools: tuple[Mapping[str, Any], ...], named: Callable[[Json], Json]
+    node: Json | None, tools: RequestTools, named: Callable[[Json], Json]
 ) -> ToolChoice:
     """Return the tool choice of OpenAI's APIs. ``named``: the name in the choice of one tool."""
     if node is None or node.value == "auto":
@@ -223,8 +244,11 @@ def openai_choice(
     if node.value == "none":
         return "none"
     if node.value == "required":
-        return checked_choice("required", node, tools=tools)
+        return tools.required(node)
     if not isinstance(node.value, dict):
         raise node.wrong("'auto', 'none', 'required', or an object that names a function")
-    node.need("type").one_of(("function",))
-    return checked_choice("required", node, tools=tools, name=named(node))
+    kind = node.need("type")
+    if tools.server_tools and is_server_tool(kind):
+        return "auto"
+    kind.one_of(("function",))
+    return tools.required(node, named(node))

@@ -112,13 +112,10 @@ class AgentProgram:
         rewards: Mapping[str, float] = {}
         error: EpisodeFailedError | None = None
         try:
-            await asyncio.wait(
-                {agent, session.failure, session.used_up}, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 session.failure.result()
-            if agent.done():
-                rewards = as_rewards(agent.result())
+            rewards = as_rewards(agent.result())
         except EpisodeFailedError as failed:
             error = failed
             with suppress(EpisodeFailedError):
@@ -130,11 +127,18 @@ class AgentProgram:
             await session.close()
         if not session.failure.cancelled():  # the engine failed just when the agent ended
             session.failure.result()
-        loop = session.summary_loop()
-        if loop is not None and "summary_loop" not in self._warned:
-            self._warned.add("summary_loop")
-            log.warning(loop)
-        return session.result(rewards, error)
+        result = session.result(rewards, error)
+        if loop := session.summary_loop():
+            self._warn_once("summary_loop", loop)
+        if error is not None and result.error is None:
+            text = f"an agent failed behind a limit, so that its episode is {result.record.status}"
+            self._warn_once("failed_behind", f"{text}: {error}")
+        return result
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("%s (logged once)", text)
 
     async def close(self) -> None:
         try:

@@ -52,7 +52,7 @@ class FunctionAgents:
             )
         except ReplyError as error:
             text = f"{label} raised {error}{error.trace}"
-            raise EpisodeFailedError("env_error", text) from error
+            raise EpisodeFailedError("env_error", text, is_crash=True) from error
         except TimeoutError as error:
             raise EpisodeFailedError("timeout", f"{label} {error} (episodes.timeout_s)") from error
         except WorkerEndedError as error:

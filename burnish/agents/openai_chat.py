@@ -23,10 +23,12 @@ from burnish.agents.calls import (
 from burnish.agents.conversation import (
     Conversation,
     FunctionCalls,
+    RequestTools,
     arguments_of,
     assistant_message,
     checked_tools,
     function_tool,
+    is_server_tool,
     joined_text,
     openai_choice,
     tool_call,
@@ -153,13 +155,14 @@ class ChatCompletions:
         without a separator. ``max_completion_tokens`` is used before ``max_tokens``.
         """
         root = checked_body(body)
-        tools = root.read("tools", _read_tools, ())
+        tools = root.read("tools", _read_tools, RequestTools())
         max_tokens = root.read("max_tokens", _positive, None)
-        strict = any(tool["function"].get("strict") for tool in root.value.get("tools") or ())
+        strict = any(tool["function"].get("strict") for tool in tools.functions)
         return ModelCall(
             model=root.need("model").name(),
             messages=_read_messages(root.need("messages"), max_messages),
-            tools=tools,
+            tools=tools.functions,
+            server_tools=tools.server_tools,
             tool_choice=openai_choice(
                 root.get("tool_choice"), tools, lambda choice: choice.need("function").need("name")
             ),
@@ -269,14 +272,18 @@ def _shared(root: Json) -> dict[str, Any]:
     }
 
 
-def _read_tools(node: Json) -> tuple[Any, ...]:
-    tools = []
+def _read_tools(node: Json) -> RequestTools:
+    functions: list[dict[str, Any]] = []
+    server_tools: dict[str, str] = {}
     for tool in node.items():
         kind = tool.need("type")
+        if is_server_tool(kind):
+            server_tools[kind.path] = kind.name()
+            continue
         if kind.value != "function":
             raise kind.wrong("'function'")
-        tools.append(function_tool(tool.need("function"), "parameters", others=True))
-    return checked_tools(tools, node.path)
+        functions.append(function_tool(tool.need("function"), "parameters", others=True))
+    return RequestTools(checked_tools(functions, node.path), server_tools=server_tools)
 
 
 def _read_messages(node: Json, max_messages: int) -> tuple[Any, ...]:

@@ -14,10 +14,12 @@ from typing import Any, Literal
 from burnish.agents.calls import CallError, Delta, ModelCall, ModelReply, ReplyStart
 from burnish.agents.conversation import (
     Conversation,
+    RequestTools,
     arguments_of,
     assistant_message,
     checked_tools,
     function_tool,
+    is_server_tool,
     joined_text,
     openai_choice,
     tool_call,
@@ -46,10 +48,6 @@ _PARAMETERS = {
     "background": Parameter("responses are not stored", (False,)),
     "top_logprobs": Parameter("only log-probs of sampled tokens are known; use 0", (0,)),
 }
-_SERVER_TOOLS = (
-    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search"),
-)
-"""Beginnings of the types of tools that OpenAI's server runs."""
 _KEYS_OF_REPLIES = frozenset({"type", "id", "status"})
 _ITEM_KEYS = {
     "message": {"role", "content"},
@@ -75,7 +73,7 @@ class Responses:
         create are refused.
         """
         root = checked_body(body)
-        tools, namespaces, server_tools = root.read("tools", _read_tools, ((), {}, {}))
+        tools = root.read("tools", _read_tools, RequestTools())
         include = [node.text() for node in root.read("include", Json.items, [])]
         unsupported, ignored = _text_and_reasoning(root)
         ignored += ["include"] * (not {_LOGPROBS}.issuperset(include))
@@ -84,9 +82,9 @@ class Responses:
         return ModelCall(
             model=root.need("model").name(),
             messages=_Input(max_messages).read(root),
-            tools=tools,
-            namespaces=namespaces,
-            server_tools=server_tools,
+            tools=tools.functions,
+            namespaces=tools.namespaces,
+            server_tools=tools.server_tools,
             tool_choice=openai_choice(
                 root.get("tool_choice"), tools, lambda choice: choice.need("name")
             ),
@@ -234,12 +232,9 @@ def _reply(item: Json) -> str:
     return name if prefix in ("rs", "msg", "fc") else ""
 
 
-def _read_tools(
-    node: Json,
-) -> tuple[tuple[Any, ...], dict[str, tuple[str, str]], dict[str, str]]:
-    """Return (functions, their namespaces, tools of the server) as ModelCall has them. Functions in
-    a namespace have its name before their own."""
-    tools: list[dict[str, Any]] = []
+def _read_tools(node: Json) -> RequestTools:
+    """Return the tools. Functions in a namespace have its name before their own."""
+    functions: list[dict[str, Any]] = []
     namespaces: dict[str, tuple[str, str]] = {}
     server_tools: dict[str, str] = {}
     for tool in node.items():
@@ -253,14 +248,14 @@ def _read_tools(
                 name = function["function"]["name"]
                 function["function"]["name"] = _in_namespace(namespace, name)
                 namespaces[function["function"]["name"]] = (namespace, name)
-                tools.append(function)
-        elif str(kind.value).startswith(_SERVER_TOOLS):
+                functions.append(function)
+        elif is_server_tool(kind):
             server_tools[kind.path] = kind.name()
         elif kind.value == "function":
-            tools.append(function_tool(tool, "parameters"))
+            functions.append(function_tool(tool, "parameters"))
         else:
             raise kind.wrong("'function', or a 'namespace' of functions")
-    return checked_tools(tools, node.path), namespaces, server_tools
+    return RequestTools(checked_tools(functions, node.path), namespaces, server_tools)
 
 
 def _in_namespace(namespace: str, name: str) -> str:

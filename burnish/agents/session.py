@@ -48,9 +48,6 @@ MODEL = "policy"
 """Name of the model for clients. Every other name is accepted, too."""
 
 
-_MAX_CALLS_BEHIND_END = 4
-"""Calls that are refused after the last turn until the agent is ended. Some programs retry until
-the time limit."""
 _MIN_LOOP = 6
 """Conversations of an episode from which on it may be a loop of summaries."""
 
@@ -71,8 +68,6 @@ class TrainingSession:
         self.task, self.policy, self.limits, self.accepted = task, policy, limits, accepted
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the engine's error if it fails: the run cannot continue then."""
-        self.used_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once the agent goes on calling although its turns are used up."""
         self.counts: Counter[str] = Counter()
         """Numbers of events: ``replayed`` replies, ``refused`` calls, ``failed_after_cut`` and
         ``failed_after_refusal`` (errors of the agent behind a limit), ``ignored_<parameter>``."""
@@ -228,9 +223,11 @@ class TrainingSession:
         """Return the limit of which a failure of the agent may be the consequence: one that the
         last call exceeded, one that cut the last response, or a full context that it could not
         shorten. None if there is none, and for the end of its process by something else."""
+        if error.status != "env_error":
+            return None
         if (limit := self._limit()) is not None:
-            return limit if error.status in ("env_error", "timeout") else None
-        if error.status != "env_error" or not recorded:
+            return limit
+        if not recorded or not error.is_crash:
             return None
         if recorded[-1].completion.finish_reason == "length":
             self.counts["failed_after_cut"] += 1
@@ -425,9 +422,6 @@ class TrainingSession:
         goes on with a call that fits."""
         self._refused[place.number] = status
         self.counts["refused"] += 1
-        used_up = sum(limit == "max_turns" for limit in self._refused.values())
-        if used_up >= _MAX_CALLS_BEHIND_END and not self.used_up.done():
-            self.used_up.set_result(None)
         return error
 
     @contextmanager

@@ -45,9 +45,11 @@ class EpisodeFailedError(BurnishError, RuntimeError):
     returned an invalid value (env_error), it exceeded a time limit (timeout), or its process died
     (infra_error)."""
 
-    def __init__(self, status: Failure, message: str) -> None:
+    def __init__(self, status: Failure, message: str, *, is_crash: bool = False) -> None:
+        """``is_crash``: an agent raised, or ended with an error."""
         super().__init__(message)
         self.status: Failure = status
+        self.is_crash = is_crash
         self.result: Any = None
         """Result that an agent gave before it failed."""
 

@@ -61,13 +61,15 @@ _PROMPT_END = 48
 """Tokens at the end of a prompt that include its generation prompt."""
 _TOKEN_CHARS = 32
 """Characters of a token beyond which a text is certainly too long: many times the usual number."""
+_USUAL_TOKEN_CHARS = 3
+"""Characters of a token of text, by which the tokens of a text that is too long are estimated."""
 
 
 class TooLongError(RendererError):
     """A prompt that is certainly too long. It is not tokenized."""
 
     def __init__(self, num_tokens: int, message: str) -> None:
-        """``num_tokens``: tokens that it has at least."""
+        """``num_tokens``: its tokens, or an estimate."""
         super().__init__(message)
         self.num_tokens = num_tokens
 
@@ -480,7 +482,7 @@ def _check_length(num_chars: int, max_tokens: int | None) -> None:
     """Raise TooLongError if a text certainly has more tokens."""
     if max_tokens is not None and num_chars > _TOKEN_CHARS * max_tokens:
         raise TooLongError(
-            num_chars // _TOKEN_CHARS,
+            num_chars // _USUAL_TOKEN_CHARS,
             f"the prompt has {num_chars} characters, more than {_TOKEN_CHARS} times the limit of "
             f"{max_tokens} tokens",
         )

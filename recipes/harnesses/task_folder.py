@@ -32,6 +32,15 @@ def address(name):
     return value
 
 
+def prompt_text(prompt):
+    """Return the text of a prompt: of messages, that of the last one."""
+    if isinstance(prompt, list):
+        content = prompt[-1]["content"]
+        prompt = content if isinstance(content, str) else "".join(p["text"] for p in content)
+    # (Programs would read a list in Markdown as an option.)
+    return f"\n{prompt}" if prompt.startswith("-") else prompt
+
+
 def run(command, *, environment=None, home_files=None):
     """Run ``command`` in the folder of the task, then its test; exit as the command does.
 
@@ -48,12 +57,13 @@ def run(command, *, environment=None, home_files=None):
             if not path.is_relative_to(parent.resolve()):
                 sys.exit(f"{sys.argv[0]}: the file {name!r} is outside of the folder of the task")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            if text is not None:  # (a column of other rows)
+                path.write_text(text, encoding="utf-8")
     variables = {**os.environ, "HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
     # (PWD: some programs believe it more than their working folder.)
     variables |= {"XDG_DATA_HOME": str(home / ".local/share"), "PWD": str(folder)}
     variables |= environment or {}
-    prompt = task["prompt"] if isinstance(task["prompt"], str) else task["prompt"][-1]["content"]
+    prompt = prompt_text(task["prompt"])
     command = [prompt if word == "{prompt}" else word for word in command]
     code = subprocess.run(command, cwd=folder, env=variables, stdin=subprocess.DEVNULL).returncode
     if task.get("test"):

@@ -14,6 +14,7 @@ from agent_session import TOOL, call, session, user
 from burnish.agents.accepted import Accepted, with_late_system_as_user
 from burnish.agents.anthropic_messages import Messages
 from burnish.agents.calls import CallError, Choice, ModelReply
+from burnish.agents.openai_chat import ChatCompletions
 from burnish.agents.openai_responses import Responses
 
 SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}
@@ -82,6 +83,39 @@ def test_tools_of_the_server_are_refused_with_the_way_out_or_dropped_and_counted
     assert read(Messages(), body).server_tools == {"tools[0].type": "web_search_20250305"}
     with pytest.raises(CallError, match="describe other tools by their schema"):
         read(Messages(), {**body, "tools": [{"type": "bash_20250124", "name": "bash"}]})
+
+
+CHAT_SEARCH = {"type": "web_search"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tools", "choice", "found"),
+    [
+        (Messages(), [{"type": "web_search_20250305", "name": "web_search"}], "any", "auto"),
+        (Messages(), [{"type": "web_search_20250305", "name": "web_search"}], "named", "auto"),
+        (Responses(), [CHAT_SEARCH], "required", "auto"),
+        (Responses(), [CHAT_SEARCH], CHAT_SEARCH, "auto"),
+        (Responses(), [CHAT_SEARCH, SPAWN], "required", "required"),
+        (Responses(), RESPONSES_BODY["tools"], {"type": "function", "name": "spawn"}, "required"),
+        (ChatCompletions(), [CHAT_SEARCH], "required", "auto"),
+    ],
+)
+def test_a_choice_of_a_tool_of_the_server_is_left_to_the_backend(
+    dialect: Any, tools: Any, choice: Any, found: str
+) -> None:
+    body: dict[str, Any] = {"model": "m", "messages": [user("hi")], "tools": tools}
+    if isinstance(dialect, Messages):
+        body["max_tokens"] = 5
+        choice = {"type": "any"} if choice == "any" else {"type": "tool", "name": "web_search"}
+    if isinstance(dialect, Responses):
+        body = {"model": "m", "input": "hi", "tools": tools}
+    call = read(dialect, {**body, "tool_choice": choice})
+    assert call.tool_choice == found and call.server_tools
+    with pytest.raises(CallError, match="drop"):
+        Accepted().apply(call, Counter())
+    counts: Counter[str] = Counter()
+    Accepted(server_tools="drop").apply(call, counts)
+    assert [name for name in counts if name.startswith("dropped_web_search")]
 
 
 def test_a_reference_to_a_tool_is_text_with_its_name() -> None:

@@ -283,12 +283,7 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
         crash = EpisodeFailedError("env_error", "the agent raised APIError")
         assert backend.result({}, crash).record.status == "max_turns"
         late = EpisodeFailedError("timeout", "the agent took more than 9 s")
-        assert backend.result({}, late).record.status == "max_turns"
-        assert not backend.used_up.done()
-        for _ in range(3):
-            with pytest.raises(CallError):
-                await ask(backend, user("3"))
-        assert backend.used_up.done()
+        assert backend.result({}, late).record.status == "timeout"
         killed = EpisodeFailedError("infra_error", "the worker died")
         return backend.result({}, killed).record.status
 
@@ -303,7 +298,7 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
         assert openai_error(refused.value)["error"]["code"] == "context_length_exceeded"
         assert refused.value.kind == "context_length_exceeded"
         assert backend.result({}).record.status == "max_tokens"
-        crash = EpisodeFailedError("env_error", "the agent raised APIError")
+        crash = EpisodeFailedError("env_error", "the agent raised APIError", is_crash=True)
         assert backend.result({}, crash).record.status == "max_tokens"
         await ask(backend, user("a summary"))
         assert backend.result({}, crash).record.status == "max_tokens"
@@ -317,8 +312,11 @@ def test_limits_refuse_calls_and_give_the_status() -> None:
         return result.record.status
 
     async def failed(backend: TrainingSession, engine: ScriptedEngine) -> Any:
-        crash = EpisodeFailedError("env_error", "the agent 'codex' exited with code 1")
+        text = "the agent 'codex' exited with code 1"
+        crash = EpisodeFailedError("env_error", text, is_crash=True)
         await ask(backend, user("1"), max_tokens=2)
+        wrong = EpisodeFailedError("env_error", "BURNISH_REWARD cannot be read")
+        assert backend.result({}, wrong).record.status == "env_error"
         cut = backend.result({"reward": 1.0}, crash)
         assert cut.error is None and cut.record.error == str(crash)
         assert cut.record.turns[-1].counts == {"failed_after_cut": 1}

@@ -34,6 +34,19 @@ _VALUE_BYTES = 8
 
 FOR_INSPECTION = {b"burnish": b"for inspection"}
 """Metadata of columns that files of Burnish have for people: they are no columns of data."""
+SAMPLE_COLUMNS = (
+    *("step", "split", "prompt_id", "group_id", "sample_id", "prompt", "response", "reward"),
+    *("reward_parts", "advantage", "finish_reason", "response_tokens", "label", "version"),
+    "episode",
+)
+"""Columns of data of a sample file of a run (``observe/samples.py``)."""
+INSPECTED_SAMPLE_COLUMNS = (
+    *("dropped", "tokens", "token_ids", "row_numbers", "turns", "action_mask", "versions"),
+    *("sampler_logprobs", "trainer_logprobs", "ref_logprobs", "teacher_logprobs", "entropies"),
+    *("token_advantages", "values", "tokens_omitted"),
+)
+"""Its columns for people. In files of older versions they lack the metadata of
+:data:`FOR_INSPECTION`."""
 
 _NOT_IMPLEMENTED = "Not yet implemented"
 """Text of pyarrow's error for a column whose encoding has no dictionary."""
@@ -151,6 +164,9 @@ def is_utf8(path: Path) -> bool:
 def data_columns(schema: pa.Schema) -> list[str]:
     """Return the names of the columns that are read as data: all but those of sample files that are
     for inspection."""
+    names = set(schema.names)
+    if names.issuperset(SAMPLE_COLUMNS) and names <= {*SAMPLE_COLUMNS, *INSPECTED_SAMPLE_COLUMNS}:
+        return [name for name in schema.names if name in SAMPLE_COLUMNS]
     return [
         field.name
         for field in schema

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from burnish.compact import IntRuns
-from burnish.data_files.arrow_files import FOR_INSPECTION, record_batches
+from burnish.data_files.arrow_files import FOR_INSPECTION, SAMPLE_COLUMNS, record_batches
 from burnish.observe.files import replacing
 from burnish.secret import without_secrets
 
@@ -78,7 +78,6 @@ _REPEATED = [
 ]
 """Columns of the file with values that repeat. Dictionaries make the others a third larger."""
 
-_OF_DATA = frozenset(SCHEMA.names) - {"dropped"}
 DROPPED = "dropped"
 """Split of the samples that no step trains."""
 _TRAIN_STEM = "step"
@@ -129,7 +128,9 @@ def write_samples(
     columns = pa.concat_tables([known_tokens, nulls])
     for field in TOKEN_SCHEMA:
         table = table.append_column(field, columns[field.name])
-    fields = [f if f.name in _OF_DATA else f.with_metadata(FOR_INSPECTION) for f in table.schema]
+    fields = [
+        f if f.name in SAMPLE_COLUMNS else f.with_metadata(FOR_INSPECTION) for f in table.schema
+    ]
     with replacing(path) as scratch, scratch.open("wb") as file:
         pq.write_table(
             table.cast(pa.schema(fields)), file, compression="zstd", use_dictionary=_REPEATED

@@ -21,6 +21,11 @@ from burnish.batches import groups_to_batch
 from burnish.data.base import Row
 from burnish.data.forms import open_rows
 from burnish.data.prompts.config import PromptDataConfig
+from burnish.data_files.arrow_files import (
+    INSPECTED_SAMPLE_COLUMNS,
+    SAMPLE_COLUMNS,
+    data_columns,
+)
 from burnish.data_files.reading import first_row
 from burnish.observe.sample_tokens import TokenTexts, token_table
 from burnish.observe.samples import (
@@ -264,23 +269,40 @@ def _rows(source: str) -> list[Row]:
     return [source_of_rows[i] for i in range(len(source_of_rows))]
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_sample_files_of_all_kinds_are_one_source_of_data(tmp_path: Path, older: bool) -> None:
-    """Without the columns that people read, which files of older versions do not have."""
+@pytest.mark.parametrize("older", [(), ("without tokens",), ("without tokens", "unmarked")])
+def test_sample_files_of_all_kinds_are_one_source_of_data(
+    tmp_path: Path, older: tuple[str, ...]
+) -> None:
+    """Without the columns that people read, which files of older versions do not have, or have
+    without metadata."""
     group = Group(0, Prompt("p", (20,), "q"), (_sample("a", prompt=2, response=5),))
     table = token_table(group.samples, _batch(group.samples), _texts())
     write_samples(tmp_path, 1, [group], None, limit=9, tokens=table)
     write_samples(tmp_path, 2, [group], None, limit=9)
     write_samples(tmp_path, 2, [group], None, limit=9, split="dropped", dropped={"p": "equal"})
     folder = tmp_path / "samples"
-    if older:
+    if "without tokens" in older:
         kept = pq.read_table(folder / "step_000002.parquet").drop([*TOKEN_SCHEMA.names, "dropped"])
         pq.write_table(kept, folder / "step_000002.parquet")
+    if "unmarked" in older:
+        for name, left_out in (("step_000001", []), ("dropped_000002", TOKEN_SCHEMA.names)):
+            file = folder / f"{name}.parquet"
+            table = pq.read_table(file).drop(left_out)
+            fields = [field.remove_metadata() for field in table.schema]
+            pq.write_table(table.cast(pa.schema(fields)), file)
     rows = _rows(str(folder))
     assert [row.values["step"] for row in rows] == [2, 1, 2]
     assert all(list(row.values) == [n for n in SCHEMA.names if n != "dropped"] for row in rows)
     first = first_row(str(folder / "step_000001.parquet"))
     assert first is not None and list(first) == list(rows[0].values)
+
+
+def test_a_table_with_the_names_of_tokens_and_others_keeps_them() -> None:
+    """Only files with all columns of a sample file and no others are those of a run."""
+    names = [*SCHEMA.names, *TOKEN_SCHEMA.names]
+    assert names == [*SAMPLE_COLUMNS, *INSPECTED_SAMPLE_COLUMNS]
+    for table in (names[1:], [*names, "category"], ["prompt", "turns", "values"]):
+        assert data_columns(pa.schema([(name, pa.string()) for name in table])) == table
 
 
 def test_files_in_a_folder_whose_name_is_not_utf_8_are_read(tmp_path: Path) -> None:

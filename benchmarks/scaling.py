@@ -37,7 +37,7 @@ from burnish.config.model import ModelConfig, ScratchConfig
 from burnish.config.rewards import FailurePolicy, ShapingConfig
 from burnish.driver.base import rare_garbage_collection
 from burnish.observe.memory import MemoryPeak, peak_metrics
-from burnish.observe.timeline import Span, Timeline
+from burnish.observe.timeline import Drained, Span, Timeline
 from burnish.rewards.base import RewardInput
 from burnish.rewards.reward_set import RewardSet
 from burnish.rollout.base import Completion, Sampling, VersionSpan
@@ -106,10 +106,11 @@ class SimulatedWorker:
     def receive_snapshot(self, *_: Any, **__: Any) -> None:
         """Do nothing: there is no model."""
 
-    def usage(self) -> tuple[dict[str, MemoryPeak], list[Span]]:
+    def usage(self) -> tuple[dict[str, MemoryPeak], Drained]:
         """Return the memory peaks and the spans of its two phases."""
         names = ("rollout", "rollout_sync")
-        return {n: MemoryPeak(1e9, 2e9, 3e9) for n in names}, [Span(n, 1e9, 1.0) for n in names]
+        spans = [Span(name, 1e9, 1.0) for name in names]
+        return {name: MemoryPeak(1e9, 2e9, 3e9) for name in names}, Drained(spans)
 
     def heartbeat(self, *_: Any) -> tuple[str, int]:
         """Is always there."""

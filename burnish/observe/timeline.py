@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +63,16 @@ class _Event:
     thread: int
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The spans that a process finished since its timeline was last emptied."""
+
+    spans: Sequence[Span]
+    """The newest of them, oldest first."""
+    num_omitted: int = 0
+    """Older spans, which are omitted to bound memory."""
+
+
 class _ThreadState(threading.local):
     depth = 0
 
@@ -78,6 +88,7 @@ class Timeline:
         self._newest: dict[int, _Event] = {}
         """Thread -> its newest event, which a joined span extends."""
         self._num_events = 0
+        """Spans since the trace was last emptied, those that it no longer has included."""
         self._others: deque[tuple[str, Span]] = deque(maxlen=max_events)
         """Spans of other processes, each with the name of its process."""
         self._num_others = 0
@@ -109,21 +120,22 @@ class Timeline:
             collected, self._since_collect = self._since_collect, {}
         return collected
 
-    def drain(self) -> list[Span]:
-        """Return the newest spans, and remove them from the trace."""
+    def drain(self) -> Drained:
+        """Remove all spans from the trace. Return the newest, and the number of the others."""
         with self._lock:
-            events = list(self._events)
+            events, recorded = list(self._events), self._num_events
             self._events.clear()
             self._newest.clear()
+            self._num_events = 0
         behind = self._origin_unix - self._origin
-        return [Span(event.name, event.start + behind, event.seconds) for event in events]
+        spans = [Span(event.name, event.start + behind, event.seconds) for event in events]
+        return Drained(spans, recorded - len(spans))
 
-    def add(self, process: str, spans: Iterable[Span]) -> None:
+    def add(self, process: str, drained: Drained) -> None:
         """Add spans of another process to the trace. The sums do not contain them."""
         with self._lock:
-            for span in spans:
-                self._others.append((process, span))
-                self._num_others += 1
+            self._others.extend((process, span) for span in drained.spans)
+            self._num_others += len(drained.spans) + drained.num_omitted
 
     @property
     def totals(self) -> dict[str, float]:
@@ -154,7 +166,7 @@ class Timeline:
         ]
         omitted = recorded - len(events) + recorded_others - len(others)
         note = (
-            f"the oldest {omitted} spans are omitted to bound memory"
+            f"{omitted} old spans are omitted to bound memory"
             if omitted
             else "all spans are included"
         )

@@ -39,7 +39,7 @@ from burnish.distributed.process_group import (
 from burnish.host_copies import HostBuffers
 from burnish.models.load import DTYPES, load_tokenizer
 from burnish.observe.memory import MemoryPeak, PhasePeaks
-from burnish.observe.timeline import Span, Timeline
+from burnish.observe.timeline import Drained, Timeline
 from burnish.runtime.heartbeat import start_heartbeat
 from burnish.runtime.inline import InlineRuntime
 from burnish.sync.base import Metrics, encode
@@ -194,7 +194,7 @@ class Worker:
             ranks=ranks or RankGroup(),
         )
 
-    def usage(self) -> tuple[dict[str, MemoryPeak], list[Span]]:
+    def usage(self) -> tuple[dict[str, MemoryPeak], Drained]:
         """Return the peak memory of this process in each phase, and its spans, since the last
         call."""
         assert self.timeline.peaks is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from burnish.observe import timeline as timeline_module
-from burnish.observe.timeline import SAMPLER, Timeline, timed
+from burnish.observe.timeline import SAMPLER, Drained, Span, Timeline, timed
 
 
 class Clock:
@@ -177,7 +177,7 @@ def test_the_trace_is_bounded_with_a_note_and_the_sums_are_exact(
     spans = _spans(tmp_path / "timeline.json")
     assert [s["ts"] for s in spans] == [i * 1e6 for i in range(15, 25)]
     assert trace["otherData"]["recorded_spans"] == 25
-    assert "oldest 15 spans are omitted" in trace["otherData"]["note"]
+    assert "15 old spans are omitted" in trace["otherData"]["note"]
     assert line.totals == pytest.approx({"train": 25.0})
 
 
@@ -200,7 +200,7 @@ def test_spans_of_a_worker_are_in_the_trace_at_their_time_and_not_in_the_sums(
     with worker.span("sync"):
         clocks[1].pass_(1.0)
     run.add("rollout 0", worker.drain())
-    assert worker.drain() == []
+    assert worker.drain() == Drained([])
     with worker.span("rollout", join_s=0.05):
         clocks[1].pass_(1.0)
     run.add("rollout 0", worker.drain())
@@ -214,11 +214,23 @@ def test_spans_of_a_worker_are_in_the_trace_at_their_time_and_not_in_the_sums(
         ("rollout", pytest.approx(111.2), pytest.approx(1.0)),
     ]
     assert [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"] == ["rollout 0"]
-    run.add("rollout 0", [timeline_module.Span("a", 0.0, 1.0)])
+    run.add("rollout 0", Drained([Span("a", 0.0, 1.0)]))
     run.save(tmp_path / "trace.json")
-    assert (
-        "oldest 1 spans" in json.loads((tmp_path / "trace.json").read_text())["otherData"]["note"]
-    )
+    assert "1 old spans" in json.loads((tmp_path / "trace.json").read_text())["otherData"]["note"]
+
+
+def test_spans_that_a_worker_omitted_are_counted(tmp_path: Path) -> None:
+    """Of 5, then 1, then 4 spans it keeps 3, 1 and 3: 2 + 0 + 1 are omitted."""
+    run, worker = Timeline(), Timeline(max_events=3)
+    for count in (5, 1, 4):
+        for _ in range(count):
+            with worker.span("rollout"):
+                pass
+        run.add("rollout 0", worker.drain())
+    run.save(tmp_path / "trace.json")
+    other = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert (other["recorded_spans"], other["left_out_spans"]) == (10, 3)
+    assert "3 old spans" in other["note"] and len(_spans(tmp_path / "trace.json")) == 7
 
 
 def test_spans_of_another_thread_do_not_nest_into_this_ones(clock: Clock) -> None:

@@ -16,7 +16,7 @@ from watched_runs import events_of, log_step, serving, write_run, write_samples_
 
 from burnish.cli_runs import runs
 from burnish.observe.metrics import MetricsLog
-from burnish.observe.timeline import Span, Timeline
+from burnish.observe.timeline import Drained, Span, Timeline
 from burnish.runs.folder import load_run
 from burnish.watch.lanes import lanes_of
 from burnish.watch.library import Library
@@ -200,7 +200,7 @@ def test_a_worker_has_one_lane_with_its_phases(tmp_path):
     began = time.time() + 1
     for rank in range(11):
         spans = [Span("train", began, 2.0), Span("inner", began, 0.5), Span("sync", began + 3, 1.0)]
-        line.add(f"policy {rank}", spans)
+        line.add(f"policy {rank}", Drained(spans))
     run = write_run(tmp_path / "run", num_steps=1)
     line.save(run / "timeline.json")
     data = lanes_of(run)

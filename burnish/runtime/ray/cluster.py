@@ -388,8 +388,8 @@ class UsageCollector:
         processes = []
         for (name, rank), ref in answers:
             if failure(self.ray, ref) is None:
-                peaks, spans = self.ray.get(ref)
-                self.timeline.add(f"{name} {rank}", spans)
+                peaks, drained = self.ray.get(ref)
+                self.timeline.add(f"{name} {rank}", drained)
                 processes.append(ProcessPeaks(name, rank, peaks))
         return processes
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from burnish.config.base import LOCK_FILE
 from burnish.config.job import JobConfig
 from burnish.config.registry import REGISTRY
+from burnish.data_files.arrow_files import is_utf8
 from burnish.driver.digests import CODE_FILE, DIGESTS_FILE
 from burnish.driver.errors import RunError
 from burnish.driver.memory_monitor import OOM_FILE
@@ -44,7 +45,8 @@ def locked_run_dir(config: JobConfig, resume: Path | None) -> Iterator[Path]:
 
     Raises RunError if another run writes to the folder, if the folder contains another run and
     nothing is resumed, or if the run to resume does not exist or belongs to another job. Raises
-    RunError if the folder cannot be created or written.
+    RunError if the folder cannot be created or written, or if it cannot have the checkpoints of a
+    job that trains.
     """
     run_dir, lock = _new_folder(config) if resume is None else _resumed_folder(config, resume)
     try:
@@ -63,6 +65,7 @@ def _resumed_folder(config: JobConfig, resume: Path) -> tuple[Path, FileLock]:
             f"{config.job!r}; resume it with 'burnish {job} --resume {resume}', or omit "
             "--resume to start a new run"
         )
+    _check_path(config, resume, "rename it")
     _check_writable(resume)
     _check_kinds(resume)
     lock = lock_run_dir(resume, wait_s=WAIT_S)
@@ -91,6 +94,7 @@ def _new_folder(config: JobConfig) -> tuple[Path, FileLock]:
 
 def _lock_new(config: JobConfig, run_dir: Path, *, wait_s: float) -> FileLock | RunError:
     """Create and lock a folder. Return the error if another run has it, or if it is not empty."""
+    _check_path(config, run_dir, "choose another one with run_dir=...")
     if run_dir.is_dir() and not (run_dir / LOCK_FILE).exists() and _holds_something(run_dir):
         return _not_empty(config, run_dir)
     if run_dir.exists() and not run_dir.is_dir():
@@ -138,6 +142,15 @@ def date_of(run_dir: Path, *, resumed: bool) -> datetime:
             f"{path} does not contain a date ({error}); write the day on which the run began in "
             "it, such as 2026-01-31, or remove it to continue with today's date"
         ) from error
+
+
+def _check_path(config: JobConfig, run_dir: Path, fix: str) -> None:
+    """Raise RunError if the job writes checkpoints, which it cannot write to this path."""
+    if config.training is not None and not is_utf8(run_dir):
+        raise RunError(
+            f"the run folder {str(run_dir)!a} has a path that is not UTF-8, in which safetensors "
+            f"cannot write checkpoints; {fix}"
+        )
 
 
 def _check_writable(run_dir: Path) -> None:

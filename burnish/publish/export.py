@@ -17,6 +17,7 @@ from burnish.checkpoint import CheckpointError
 from burnish.checkpoint.export import export
 from burnish.config.base import LOCK_FILE
 from burnish.config.job import TrainingJob
+from burnish.data_files.arrow_files import is_utf8
 from burnish.driver.errors import RunError
 from burnish.observe.files import write_text
 from burnish.small_files import read_small
@@ -28,8 +29,14 @@ RECORD = "export.json"
 
 
 def check_export_folder(config: TrainingJob, run_dir: Path) -> None:
-    """Raise RunError if the export would replace files that this run did not write."""
+    """Raise RunError if the export would replace files that this run did not write, or if it
+    cannot be written."""
     folder = config.checkpoint.export_folder(run_dir)
+    if folder is not None and not is_utf8(folder):
+        raise RunError(
+            f"checkpoint.export_at_end: {str(folder)!a} is not UTF-8, so safetensors cannot write "
+            "the model there; choose another path with checkpoint.export_at_end.path=..."
+        )
     if folder is None or not folder.exists() or _own(folder, run_dir):
         return
     if folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir()):

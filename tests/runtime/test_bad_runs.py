@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import burnish
 from burnish.config import ConfigError, JobConfig
 from burnish.config.model import ModelConfig
+from burnish.config.train import CheckpointConfig
 from burnish.data.sources import DataError
 from burnish.driver.errors import RunError
 from burnish.models.load import ModelError, load_causal_lm, load_tokenizer
@@ -338,6 +340,17 @@ def test_a_run_folder_that_cannot_be_made_or_written_is_refused_before_anything_
     ):
         with pytest.raises(RunError, match=said):
             burnish.run(rl(f"run_dir={run_dir}"))
+    run_dir = tmp_path / os.fsdecode(b"run_\xff")
+    with pytest.raises(RunError, match=r"run_\\udcff' has a path that is not UTF-8"):
+        burnish.run(rl().model_copy(update={"run_dir": str(run_dir)}))
+    assert not run_dir.exists()
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("job: rl\n")
+    with pytest.raises(RunError, match=r"is not UTF-8.*rename it"):
+        burnish.run(rl(), resume=run_dir)
+    checkpoint = CheckpointConfig.model_validate({"export_at_end": str(run_dir)})
+    with pytest.raises(RunError, match=r"export_at_end: .*run_\\udcff' is not UTF-8"):
+        burnish.run(rl().model_copy(update={"checkpoint": checkpoint}))
     monkeypatch.setattr("os.access", lambda path, mode: False)  # the tests may be run by root
     with pytest.raises(RunError, match=r"read-only is not writable for user .*permissions"):
         burnish.run(rl(f"run_dir={tmp_path / 'read-only'}"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_templates import named_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from burnish.data.batches import BatchStream, load_batch
@@ -206,6 +207,22 @@ def test_rows_that_follow_other_conversations_are_refused(chars: Tok, jsonl: Jso
     row = {"prompt": "1+1", "chosen": turns, "rejected": turns[:1]}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*(different prompts|only appends)"):
         load_batch(config(jsonl([row])), chars)
+
+
+def test_pairs_of_which_one_calls_a_tool_need_tools_under_templates_with_names(
+    jsonl: Jsonl,
+) -> None:
+    """``default`` renders the prompt of the response without a call, ``tool_use`` the other's."""
+    function = {"name": "f", "arguments": {"x": 1}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    answer = {"role": "assistant", "content": "No."}
+    row = {"prompt": "1+1", "chosen": [call], "rejected": [answer]}
+    with pytest.raises(DataError, match=r"templates with names.*column 'tools' \(tools_key\)"):
+        load_batch(config(jsonl([row])), named_tokenizer())
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": {}}}]
+    batch = load_batch(config(jsonl([{**row, "tools": tools}])), named_tokenizer())
+    first, second = batch.prompt_lens.tolist()
+    assert first == second
 
 
 DIALOGUES = [

@@ -10,16 +10,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.columns import finite_number, without_fraction
+from burnish.data.messages import as_messages
 from burnish.data.notices import note
 from burnish.data.preferences.config import PreferenceDataConfig
 from burnish.data.response_rows import ResponseRows, single_responses
-from burnish.data.rows import (
-    EncodedRow,
-    column,
-    is_text,
-)
+from burnish.data.rows import EncodedRow, Exchange, column, is_text
 from burnish.data.sources import DataError, Row, Source
 from burnish.data.stream import RowRef
+from burnish.templates import of_conversation
 from burnish.types import Batch, rows_to_batch
 
 _EQUAL = (
@@ -60,7 +58,7 @@ class PairEncoder:
         tokenizer: PreTrainedTokenizerBase,
         sources: Sequence[Source],
     ) -> None:
-        self.limit, self._config = config.max_len, config
+        self.limit, self._config, self._tokenizer = config.max_len, config, tokenizer
         self._responses = _responses(config, tokenizer, sources)
 
     def encode(self, row: Row, ref: RowRef) -> Pair:
@@ -73,10 +71,8 @@ class PairEncoder:
         if begins[0] != begins[1]:
             raise DataError(
                 f"the two responses follow different prompts ({len(begins[0])} and "
-                f"{len(begins[1])} tokens), but a pair must share one prompt; give both responses "
-                "as text, or as messages that follow the same conversation. A message with train: "
-                "false before the first trained answer is part of the prompt, so both responses "
-                "need it"
+                f"{len(begins[1])} tokens), but a pair must share one prompt; "
+                + self._same_prompt(better, worse)
             )
         if list(chosen.ids) == list(rejected.ids):
             note("equal", _EQUAL)
@@ -120,6 +116,26 @@ class PairEncoder:
             batch,
             rows_per_unit=2,
             margins=torch.tensor(margins, dtype=torch.float32) if margins else None,
+        )
+
+    def _same_prompt(self, better: Exchange, worse: Exchange) -> str:
+        """Return how both responses of a row get the same prompt."""
+        templates = []
+        for side in (better, worse):
+            answer = [] if isinstance(side.response, str) else as_messages(side.response)
+            conversation = [*as_messages(side.prompt), *answer]
+            templates.append(of_conversation(self._tokenizer, conversation, side.tools))
+        if templates[0] is not templates[1]:
+            return (
+                "the tokenizer has chat templates with names, and only one of the responses calls "
+                "a tool: its prompt is rendered by 'tool_use', the other's by 'default'. Add the "
+                f"tools as a column {self._config.tools_key or 'tools'!r} (tools_key), with which "
+                "both are rendered by 'tool_use'"
+            )
+        return (
+            "give both responses as text, or as messages that follow the same conversation. A "
+            "message with train: false before the first trained answer is part of the prompt, so "
+            "both responses need it"
         )
 
     def _margin(self, row: Row) -> float | None:

@@ -115,6 +115,8 @@ class Episode:
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools of the first turn, and of all turns without tools of their own."""
     turns: tuple[Turn, ...] = ()
+    untrained: tuple[Turn, ...] = ()
+    """An agent's calls that ``episodes.train_calls`` leaves out. They are in no row."""
     seconds: float = 0.0
     """Duration of the episode."""
     error: str = ""

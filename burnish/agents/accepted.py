@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,13 +12,24 @@ from burnish.agents.calls import CallError, Message, ModelCall, invalid
 
 @dataclass(frozen=True)
 class Accepted:
-    """The choices of a recipe (``episodes.server_tools`` and ``episodes.late_system``)."""
+    """The choices of a recipe (``episodes.server_tools``, ``late_system`` and ``train_calls``)."""
 
     server_tools: Literal["refuse", "drop"] = "refuse"
     """Tools that the model's provider would run, such as a web search."""
     late_system: Literal["refuse", "user"] = "refuse"
     """System messages behind other messages. refuse: leave them to the chat template, which may
     refuse them."""
+    train_calls: Literal["all", "main"] = "all"
+    """Calls that are trained. main: without those that have no tools, or name another model."""
+
+    def left_out(self, call: ModelCall, models: Collection[str]) -> str | None:
+        """Return the reason for which a call is not trained, as the name of a count; None if it is.
+        ``models``: the names of the policy."""
+        if self.train_calls == "all":
+            return None
+        if not call.tools:
+            return "untrained_without_tools"
+        return None if call.model in models else "untrained_other_model"
 
     def apply(self, call: ModelCall, counts: Counter[str]) -> ModelCall:
         """Return the call as it is answered, and count what was changed. Raises CallError (400) for

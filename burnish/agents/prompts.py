@@ -171,6 +171,7 @@ class RecordedCall:
     """Clients that got the reply: more than one after retries."""
     is_continued: bool = False
     """True if a later call shows that the client got the reply."""
+    is_trained: bool = True
 
     @property
     def was_seen(self) -> bool:

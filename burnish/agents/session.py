@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from burnish.agents.accepted import Accepted
 from burnish.agents.calls import (
@@ -195,10 +196,18 @@ class TrainingSession:
         ``error``: the failure of the agent. A limit takes precedence, if the failure may be its
         consequence.
         """
-        recorded = [call for _, call in sorted(self._recorded.items()) if call.was_seen]
+        seen = [call for _, call in sorted(self._recorded.items()) if call.was_seen]
+        recorded = [call for call in seen if call.is_trained]
+        left_out = [call for call in seen if not call.is_trained]
         limit = self._limit()
         if error is None and not recorded and limit is None:
-            error = EpisodeFailedError("env_error", "the agent ended without calling the model")
+            text = "the agent ended without calling the model"
+            if left_out:
+                text = (
+                    f"none of the {len(left_out)} calls of the agent is trained: they have no "
+                    f"tools, or another model's name than {MODEL!r}; set episodes.train_calls: all"
+                )
+            error = EpisodeFailedError("env_error", text)
         text = "" if error is None else str(error)
         if error is not None:
             limit = self._limit_behind(error, recorded)
@@ -210,6 +219,9 @@ class TrainingSession:
             start=() if first is None else first.prompt.messages,
             tools=() if first is None else first.tools,
             turns=tuple(self._turns(recorded, rewards if error is None else {})),
+            untrained=tuple(
+                _turn(call, prompt=call.prompt.messages, tools=call.tools) for call in left_out
+            ),
             seconds=time.monotonic() - self._began,
             error=text,
         )
@@ -266,20 +278,13 @@ class TrainingSession:
                 answer = follower.prompt.messages[follower.prompt.num_known :]
             continues = number == 0 or call.prompt.parent is recorded[number - 1]
             until = now if follower is None else follower.began
-            yield Turn(
-                message=call.parsed.message,
+            yield _turn(
+                call,
                 answer=answer,
                 prompt=None if continues else call.prompt.messages,
                 tools=None if continues else call.tools,
-                is_text=call.prompt.text is not None,
                 rewards=rewards if follower is None else {},
                 counts=dict(sorted(self.counts.items())) if follower is None else {},
-                finish_reason=finish_reason_of(call.completion, call.parsed),
-                problem=call.parsed.problem or "",
-                num_tokens=len(call.completion.token_ids),
-                num_prompt_tokens=len(call.prompt.ids),
-                cached_tokens=call.completion.cached_tokens,
-                engine_s=call.ended - call.began,
                 environment_s=max(0.0, until - call.ended),
             )
 
@@ -300,6 +305,9 @@ class TrainingSession:
             raise CallError(message, status=503, kind="api_error") from error
         left_out = [f"template_{kind}" for kind in recorded.prompt.left_out]
         self.counts.update(f"ignored_{name}" for name in left_out)
+        if reason := self.accepted.left_out(call, self.models):
+            recorded.is_trained = False
+            self.counts[reason] += 1
         self._recorded[recorded.number] = recorded
         self._latest[recorded.conversation] = recorded
         self._prompts.record(recorded)
@@ -465,3 +473,19 @@ class TrainingSession:
         except BaseException:
             self._latest[name] = before
             raise
+
+
+def _turn(call: RecordedCall, *, answer: tuple[Message, ...] = (), **more: Any) -> Turn:
+    """Return the turn of a call."""
+    return Turn(
+        message=call.parsed.message,
+        answer=answer,
+        is_text=call.prompt.text is not None,
+        finish_reason=finish_reason_of(call.completion, call.parsed),
+        problem=call.parsed.problem or "",
+        num_tokens=len(call.completion.token_ids),
+        num_prompt_tokens=len(call.prompt.ids),
+        cached_tokens=call.completion.cached_tokens,
+        engine_s=call.ended - call.began,
+        **more,
+    )

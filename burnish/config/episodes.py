@@ -251,12 +251,13 @@ class ProgramEpisodes(EpisodesConfig):
     """Bubblewrap sandbox of the program, in which only the policy can be reached. Its
     ``output_bytes`` bounds the reward. None: none."""
     server_host: str = "127.0.0.1"
-    """Address where the policy answers. Agents on other nodes of a cluster need one that these
-    nodes can reach."""
+    """Address where the policy answers. Agents on other nodes must reach it."""
     server_port: int = Field(0, ge=0, le=65535)
     """Port of that address. 0: a free one."""
     server_tools: Literal["refuse", "drop"] = "refuse"
     """Tools that a provider runs (``web_search``): refuse the request, or drop them."""
+    train_calls: Literal["all", "main"] = "all"
+    """Calls that are trained. main: those with tools that name the model ``policy``."""
     late_system: Literal["refuse", "user"] = "refuse"
     """System messages behind others. refuse: if the template does. user: make them the user's."""
 
@@ -336,8 +337,7 @@ class CommandEpisodes(ProgramEpisodes):
     kind: Literal["command"] = "command"
     command: tuple[str, ...] = Field(min_length=1)
     """Agent program and arguments, started once per episode. Environment variables have the address
-    of the policy (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ...), and the
-    paths of its task and of its reward."""
+    of the policy, and the paths of its task and of its reward (docs/agents.md)."""
 
     def workers_line(self) -> tuple[str, str, str]:
         return "agents", "1 each", f"process {' '.join(self.command)}{self._place}"

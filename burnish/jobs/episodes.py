@@ -99,7 +99,9 @@ def _program(config: AnyEpisodes, model: ModelConfig, runtime: Runtime) -> Episo
     sandbox = config.sandbox
     server = EpisodeServer(config.server_host, config.server_port, unix_socket=sandbox is not None)
     program = partial(
-        AgentProgram, server, accepted=Accepted(config.server_tools, config.late_system)
+        AgentProgram,
+        server,
+        accepted=Accepted(config.server_tools, config.late_system, config.train_calls),
     )
     if isinstance(config, CommandEpisodes):
         if sandbox is None:

@@ -22,7 +22,7 @@ from burnish.observe.files import replacing
 from burnish.secret import without_secrets
 
 if TYPE_CHECKING:  # (readers of runs need no torch)
-    from burnish.transcript import Episode
+    from burnish.transcript import Episode, Turn
     from burnish.types import Group, Sample
 
 SAMPLES_DIR = "samples"
@@ -256,31 +256,20 @@ def episode_record(sample: Sample) -> dict[str, Any]:
 
     A turn that begins another conversation has the names of its ``tools``. Each row has its number
     of ``prompt_tokens`` and ``spans``: lists of [turn, tokens], in which turn -1 stands for
-    observations, which are masked.
+    observations, which are masked. ``untrained`` has the calls of an agent that no row has, if
+    there are any.
     """
     episode = sample.episode
     assert episode is not None
+    untrained = [
+        {"prompt": list(turn.prompt or ()), **_turn_record(turn)} for turn in episode.untrained
+    ]
     return {
         "status": episode.status,
         "seconds": round(episode.seconds, 3),
         "start": list(episode.start),
         "tools": _all_tools(episode),
-        "turns": [
-            {
-                "message": dict(turn.message),
-                "answer": list(turn.answer),
-                "rewards": dict(turn.rewards),
-                "counts": dict(turn.counts),
-                "problem": turn.problem,
-                "tokens": turn.num_tokens,
-                "prompt_tokens": turn.num_prompt_tokens,
-                "cached_tokens": turn.cached_tokens,
-                "engine_s": round(turn.engine_s, 4),
-                "environment_s": round(turn.environment_s, 4),
-                **({} if turn.tools is None else {"tools": [*map(_name, turn.tools)]}),
-            }
-            for turn in episode.turns
-        ],
+        "turns": [_turn_record(turn) for turn in episode.turns],
         "rows": [
             {
                 "prompt_tokens": len(row.prompt_ids),
@@ -288,6 +277,23 @@ def episode_record(sample: Sample) -> dict[str, Any]:
             }
             for row in sample.rows
         ],
+        **({"untrained": untrained} if untrained else {}),
+    }
+
+
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    return {
+        "message": dict(turn.message),
+        "answer": list(turn.answer),
+        "rewards": dict(turn.rewards),
+        "counts": dict(turn.counts),
+        "problem": turn.problem,
+        "tokens": turn.num_tokens,
+        "prompt_tokens": turn.num_prompt_tokens,
+        "cached_tokens": turn.cached_tokens,
+        "engine_s": round(turn.engine_s, 4),
+        "environment_s": round(turn.environment_s, 4),
+        **({} if turn.tools is None else {"tools": [*map(_name, turn.tools)]}),
     }
 
 

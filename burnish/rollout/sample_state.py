@@ -112,14 +112,20 @@ def _check_ids(state: Mapping[str, Any], vocab_size: int | None) -> None:
         raise ValueError("the sampling mask (kept_ids) contains token ids that the model lacks")
 
 
+_TURNS = ("turns", "untrained")
+
+
 def episode_to_plain(episode: Episode) -> dict[str, Any]:
     """Return the record of an episode as a plain mapping."""
-    return {**vars(episode), "turns": tuple(dict(vars(turn)) for turn in episode.turns)}
+    lists = {name: tuple(map(dict, map(vars, vars(episode)[name]))) for name in _TURNS}
+    return {**vars(episode), **lists}
 
 
 def episode_from_plain(state: Mapping[str, Any]) -> Episode:
     """Return the record of :func:`episode_to_plain`."""
-    return Episode(**{**state, "turns": tuple(Turn(**turn) for turn in state["turns"])})
+    # (Those of a version without untrained calls lack them.)
+    lists = {name: tuple(Turn(**turn) for turn in state.get(name, ())) for name in _TURNS}
+    return Episode(**{**state, **lists})
 
 
 def _rows(state: Mapping[str, Any]) -> Iterator[TokenRow]:

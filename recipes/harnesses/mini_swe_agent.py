@@ -14,6 +14,7 @@ run(
         "OPENAI_API_BASE": address("BURNISH_BASE_URL"),
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",  # (of 10; it retries every error but some)
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     },
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ from burnish.agents.anthropic_messages import Messages
 from burnish.agents.calls import CallError, Choice, ModelReply
 from burnish.agents.openai_chat import ChatCompletions
 from burnish.agents.openai_responses import Responses
+from burnish.episodes.rows import episode_rows
+from burnish.episodes.runner import episode_sample
+from burnish.observe.samples import episode_record
+from burnish.rollout.sample_state import episode_from_plain, episode_to_plain
+from burnish.types import Prompt
 
 SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}
 RESPONSES_BODY = {
@@ -40,6 +46,12 @@ def reply_of(*names: str) -> ModelReply:
     ]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
     return ModelReply("r-0", 1, "policy", (Choice(message, "tool_calls"),), 3, 0, 5)
+
+
+async def ask(backend: Any, *messages: Any, **fields: Any) -> Any:
+    fields = {"model": "policy", **fields}
+    reply = await backend.respond(replace(call(*messages), **fields), digest=random.randbytes(8))
+    return reply.choices[0].message
 
 
 def read(dialect: Any, body: Any) -> Any:
@@ -158,3 +170,54 @@ def test_late_system_messages_become_part_of_the_users_and_extend_as_before() ->
     assert accepted.apply(plain, counts) is plain and not counts
     late = accepted.apply(call(user("hi"), {"role": "system", "content": "x"}), counts)
     assert late.messages == (user("hi\n\nx"),) and counts == {"late_system": 1}
+
+
+def test_calls_that_are_not_trained_are_recorded_and_in_no_row() -> None:
+    """A title without tools, and a call of a small model, beside the work of the agent. A call
+    without tools that continues the work is only a part of the next prompt."""
+
+    async def scenario(accepted: Accepted) -> Any:
+        async with session() as (backend, engine):
+            backend.accepted = accepted
+            work = [user("work")]
+            title = await ask(backend, user("title"))
+            work.append(await ask(backend, *work, tools=(TOOL,)))
+            await ask(backend, user("small"), tools=(TOOL,), model="haiku")
+            work += [user("more")]
+            work.append(await ask(backend, *work))
+            work += [user("end")]
+            await ask(backend, *work, tools=(TOOL,))
+            return backend.result({"reward": 1.0}), engine, title
+
+    everything, engine, _ = asyncio.run(scenario(Accepted()))
+    assert len(everything.calls) == 5 and not everything.record.untrained
+    found, engine, title = asyncio.run(scenario(Accepted(train_calls="main")))
+    record = found.record
+    assert len(found.calls) == 2 and len(record.turns) == 2 and len(record.untrained) == 3
+    assert record.untrained[0].message == title
+    assert record.untrained[0].prompt == (user("title"),)
+    counts = record.turns[-1].counts
+    assert counts["untrained_without_tools"] == 2 and counts["untrained_other_model"] == 1
+    sampled = {tuple(ids) for _, ids in engine.log}
+    trained = {tuple(call.completion.token_ids) for call in found.calls}
+    rows = episode_rows(found.calls)
+    in_rows = [
+        t for row in rows for t, m in zip(row.response_ids, row.action_mask, strict=True) if m
+    ]
+    assert sorted(in_rows) == sorted(token for ids in trained for token in ids)
+    assert len(sampled - trained) == 3, "each sampled token is trained once, or is named"
+    assert record.turns[-1].prompt is not None, "it continues a call that is in no row"
+    assert episode_from_plain(episode_to_plain(record)) == record
+    sample = episode_sample(Prompt("p", (1,), "work"), "p/0", found)
+    stored = episode_record(sample)["untrained"]
+    assert [turn["prompt"][0]["content"] for turn in stored] == ["title", "small", "work"]
+
+
+def test_an_agent_none_of_whose_calls_is_trained_fails_with_the_key() -> None:
+    async def scenario() -> Any:
+        async with session() as (backend, _):
+            backend.accepted = Accepted(train_calls="main")
+            await ask(backend, user("hi"))
+            return backend.result({"reward": 1.0})
+
+    assert "none of the 1 calls" in str(asyncio.run(scenario()).error)

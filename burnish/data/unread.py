@@ -27,6 +27,7 @@ PROMPT_COLUMNS = ("chat_template_kwargs", "documents")
 """Columns that other tools pass to the chat template."""
 _COLUMNS = MARKS | EXCLUSIONS | {*PROMPT_COLUMNS, HISTORY, *INPUTS}
 _FLAGS = (MARKS | EXCLUSIONS).difference(TRAIN_FLAGS)
+_ROLE_KEYS = ("role", "from")
 _PER_ROLE = ("train", "loss", "loss_mask")
 """Flags of messages with which other tools also train messages of users."""
 
@@ -67,16 +68,32 @@ def note_marks(row: Row, config: DataConfig) -> None:
 
 
 def _parts_of_a_prompt(columns: Mapping[str, Any], config: DataConfig) -> Iterator[str]:
-    """Yield the columns with turns before the prompt (pairs or messages), and with the input of an
-    instruction that is the prompt."""
-    turns = as_list(columns.get(HISTORY))
-    is_pair = bool(turns) and isinstance(turns[0], list | tuple) and len(turns[0]) == 2
-    if is_pair or (turns and isinstance(turns[0], Mapping) and "role" in turns[0]):
-        yield HISTORY
+    """Yield the columns with turns before the prompt, unless other columns have their texts, too,
+    and with the input of an instruction that is the prompt."""
+    given = columns.get(HISTORY)
+    turns = [text for text in _texts(as_list(given) or given) if text.strip()]
+    if turns:
+        others = "\n".join(
+            text for key in columns if key != HISTORY for text in _texts(columns[key])
+        )
+        if not all(text in others for text in turns):
+            yield HISTORY
     is_instruction = config.prompt_key == INSTRUCTION and config.prompt_template is None
     for key in INPUTS if is_instruction else ():
         if isinstance(columns.get(key), str) and columns[key].strip():
             yield key
+
+
+def _texts(node: Any) -> Iterator[str]:
+    """Yield the texts in a value, without those of roles."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from () if key in _ROLE_KEYS else _texts(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _texts(value)
 
 
 def _is_read(row: Row, config: DataConfig) -> bool:

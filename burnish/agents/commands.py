@@ -12,6 +12,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,8 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from burnish.agents import guard_program
 from burnish.agents.episodes import Endpoint
 from burnish.agents.relay import read_reward
+from burnish.environments import worker
 from burnish.environments.base import EnvironmentSetupError
 from burnish.environments.pool import EpisodeFailedError, Failure
 from burnish.environments.process import ProcessPipes
@@ -37,6 +41,8 @@ MAX_LINE_BYTES = 1 << 16
 """Longest line of an agent's output. Longer ones are left out, except for their end."""
 TERMINATE_S = 2.0
 """Time between SIGTERM and SIGKILL for an agent whose episode has ended."""
+_RUN = "BURNISH_AGENTS"
+"""Environment variable of all agents of a run: the folder of their folders."""
 DRAIN_S = 1.0
 """Time in which the last output of a process that ended is read."""
 
@@ -46,6 +52,10 @@ class CommandAgents:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = tuple(command)
+        self._folder: str | None = None
+        """Folder of the folders of all episodes, once started."""
+        self._guard: subprocess.Popen[bytes] | None = None
+        """Process that cleans up if this one is killed."""
 
     async def start(self) -> None:
         """Check that the program exists. Raises EnvironmentSetupError."""
@@ -55,6 +65,17 @@ class CommandAgents:
                 f"episodes.command: there is no program {program!r}; give its path, or a name that "
                 "is found in PATH"
             )
+        try:
+            self._folder = tempfile.mkdtemp(prefix="burnish-agents-")
+        except OSError as error:
+            raise EnvironmentSetupError(
+                f"there is no temporary folder for agents: {error}; make room in "
+                f"{tempfile.gettempdir()}, or set TMPDIR to another folder"
+            ) from error
+        words = (guard_program.__file__, worker.__file__, f"{_RUN}={self._folder}", self._folder)
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", *words], stdin=subprocess.PIPE, start_new_session=True
+        )
 
     async def run(self, task: Mapping[str, Any], endpoint: Endpoint, *, timeout_s: float) -> Any:
         """Run the command on one task and return what it wrote as its reward.
@@ -62,8 +83,9 @@ class CommandAgents:
         Canceling the wait ends the process and everything that it started. Raises
         EpisodeFailedError.
         """
-        async with _folder() as folder:
-            environment = variables(endpoint, folder)
+        assert self._folder is not None
+        async with _folder(self._folder) as folder:
+            environment = {**variables(endpoint, folder), _RUN: self._folder}
             Path(environment["BURNISH_TASK"]).write_text(task_text(task), encoding="utf-8")
             environment |= without_proxy(os.environ, endpoint.root_url)
             async with _process(self._command, {**os.environ, **environment}) as process:
@@ -81,7 +103,11 @@ class CommandAgents:
             return result_of(reward, failed)
 
     async def close(self) -> None:
-        """Do nothing: each process ends with its episode."""
+        """Delete the folders. Each process has ended with its episode."""
+        guard, self._guard = self._guard, None
+        if guard is not None and self._folder is not None:
+            await asyncio.to_thread(guard.communicate, b"done")
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
 
 def variables(endpoint: Endpoint, folder: Path) -> dict[str, str]:
@@ -103,10 +129,11 @@ def variables(endpoint: Endpoint, folder: Path) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _folder() -> AsyncIterator[Path]:
-    """Make a temporary folder and delete it at the end, in a thread: it may contain many files."""
+async def _folder(parent: str) -> AsyncIterator[Path]:
+    """Make a temporary folder in another one and delete it at the end, in a thread: it may contain
+    many files."""
     try:
-        folder = tempfile.TemporaryDirectory(prefix="burnish-agent-", ignore_cleanup_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix="a", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         message = f"there is no temporary folder for an agent: {error}"
         raise EpisodeFailedError("infra_error", message) from error
@@ -130,7 +157,7 @@ async def _process(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> AsyncIterator[_Process]:
     """Start a command in a session of its own. At the end, send SIGTERM, then SIGKILL to its
-    process group, and close its pipes."""
+    process group, kill what it has started outside of the group, and close its pipes."""
     try:
         transport, pipes = await asyncio.get_running_loop().subprocess_exec(
             partial(ProcessPipes, MAX_LINE_BYTES),
@@ -155,6 +182,9 @@ async def _process(
                     os.killpg(pid, number)
             with suppress(TimeoutError):
                 await asyncio.wait_for(exited.wait(), TERMINATE_S)
+        await asyncio.to_thread(
+            worker.kill_with, f"BURNISH_WORKDIR={environment['BURNISH_WORKDIR']}"
+        )
         await asyncio.wait([reader], timeout=DRAIN_S)
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)

@@ -426,11 +426,16 @@ def message_of(error: BaseException) -> str:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes of this machine whose ``MARK`` is ``mark``, except for this one. Linux
-    only; processes that cleared their environment are not found."""
-    variable = f"{MARK}={mark}".encode()
+    """Kill all processes of this machine whose ``MARK`` is ``mark``, except for this one."""
+    kill_with(f"{MARK}={mark}")
+
+
+def kill_with(variable: str) -> None:
+    """Kill all processes of this machine with ``variable`` (name=value) in their environment,
+    except for this one. Linux only; processes that cleared their environment are not found."""
+    encoded = os.fsencode(variable)
     for _ in range(KILL_ROUNDS):
-        if not any([kill_if_marked(pid, variable) for pid in all_pids()]):
+        if not any([kill_if_marked(pid, encoded) for pid in all_pids()]):
             return
 
 

@@ -304,8 +304,9 @@ class TrainingSession:
             message = "the rollout engine has failed"
             raise CallError(message, status=503, kind="api_error") from error
         parent = recorded.prompt.parent
-        if parent is not None and parent.parsed.stop is not None:
-            self.counts["stop_kept_in_prompt"] += self.policy.renderer.history == "keep"
+        keeps = self.policy.renderer.history == "keep"
+        if keeps and parent is not None and parent.parsed.stop is not None:
+            self.counts["stop_kept_in_prompt"] += 1
         left_out = [f"template_{kind}" for kind in recorded.prompt.left_out]
         self.counts.update(f"ignored_{name}" for name in left_out)
         if reason := self.accepted.left_out(call, self.models):

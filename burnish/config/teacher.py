@@ -25,7 +25,10 @@ class TeacherConfig(Node):
 
     def rules(self) -> Iterator[str]:
         if self.model.lora is not None:
-            yield "model.lora trains adapters, but a teacher is not trained; remove it"
+            yield (
+                "model.lora trains adapters, but a teacher is not trained; remove it. For a "
+                "teacher with an adapter, set model.path to the folder of the adapter"
+            )
         for key in ("chat_template", "chat_template_kwargs", "eos_token"):
             if self.model.is_own(key):
                 yield (

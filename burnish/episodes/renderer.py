@@ -34,7 +34,7 @@ from burnish.data.sources import DataError
 from burnish.episodes.formats import FORMATS, FormatName, response_template
 from burnish.episodes.framing import FrameHold, Framing
 from burnish.episodes.parsing import CallReading, ParsedMessage, PromptParsers, ResponseParser
-from burnish.episodes.probing import call, reads_rendered_call
+from burnish.episodes.probing import assistant, call, reads_rendered_call, user
 from burnish.episodes.streaming import (
     MessageStream,
     StopHold,
@@ -202,6 +202,20 @@ class ChatRenderer(TextCodec):
         self._read_with(self._template.call_format() if form is None else form)
         if form is None and not reads_rendered_call(tokenizer, self.parse):
             self._read_with(None)
+        if self._own_format and self.history == "template":
+            self._check_rendered_calls()
+
+    def _check_rendered_calls(self) -> None:
+        """Raise RendererError if the template leaves out the calls that ``tool_format`` reads: each
+        turn renders all messages again, so the policy would not see its own."""
+        made = call("look_up", {"key": "a"}, "probe0000")
+        answered = [user("Go."), assistant("", tool_calls=[made]), user("On.")]
+        try:
+            self._template.check(answered, (), REFUSED_IN_PROMPTS)
+        except DataError as error:
+            raise RendererError(
+                f"history: template renders every turn again, and {error}; or use history: keep"
+            ) from error
 
     @property
     def append_only(self) -> bool:

@@ -435,6 +435,23 @@ def test_a_prompt_whose_calls_are_left_out_is_refused(family: str) -> None:
     assert renderer.render([m for m in told if m["role"] != "tool" and m["content"]])
 
 
+def test_turns_that_are_rendered_again_need_a_template_that_writes_their_calls() -> None:
+    tokenizer = published_tokenizer("smollm2")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}"
+        "{% if loop.last %}{{ m.content }}"
+        "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    with pytest.raises(
+        RendererError, match=r"history: template renders .*leaves out the tool calls"
+    ):
+        ChatRenderer(tokenizer, history="template", tool_format="hermes")
+    for options in ({"history": "template"}, {"history": "keep", "tool_format": "hermes"}):
+        assert ChatRenderer(tokenizer, **options).history == options["history"]
+
+
 def test_a_sampled_call_that_is_kept_as_tokens_needs_no_rendering() -> None:
     """A format that the system prompt describes, with a template that does not write calls."""
     renderer = ChatRenderer(published_tokenizer("smollm2"), tool_format="hermes")

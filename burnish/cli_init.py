@@ -89,7 +89,7 @@ def _list_recipes() -> None:
 def _asked(job: str | None, model: str | None, data: str | None) -> Answers:
     try:
         return ask(job, model, data)
-    except typer.Abort:  # Ctrl-C, or the end of the input
+    except (KeyboardInterrupt, typer.Abort):  # Ctrl-C at any place, or the end of the input
         typer.echo("\nnothing was written", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
 

@@ -65,12 +65,9 @@ def _ask_data(choice: str, model: str) -> str | None:
 
 def _answer(question: str, *, default: str) -> str:
     """Return the line that is typed, without white space at its ends; ``default`` if it is empty.
-    Raises typer.Abort on Ctrl-C and at the end of the input."""
+    Raises KeyboardInterrupt on Ctrl-C, and typer.Abort at the end of the input."""
     typer.echo(f"{question} [{default}]: ", nl=False)
-    try:
-        line = _typed_line()
-    except KeyboardInterrupt:
-        raise typer.Abort from None
+    line = _typed_line()
     if not line:
         raise typer.Abort
     return line.strip() or default

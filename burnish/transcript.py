@@ -115,12 +115,12 @@ class Episode:
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools of the first turn, and of all turns without tools of their own."""
     turns: tuple[Turn, ...] = ()
-    untrained: tuple[Turn, ...] = ()
-    """An agent's calls that ``episodes.train_calls`` leaves out. They are in no row."""
     seconds: float = 0.0
     """Duration of the episode."""
     error: str = ""
     """Failure of the environment or the agent. It followed a limit if the status is one."""
+    untrained: tuple[Turn, ...] = ()
+    """An agent's calls that ``episodes.train_calls`` leaves out. They are in no row."""
 
     def __post_init__(self) -> None:
         _detach(self, "start", "tools")

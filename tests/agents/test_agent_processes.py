@@ -22,6 +22,7 @@ from burnish.agents.episodes import Endpoint
 AGENT = """
 import json, os, sys, time
 notes = json.load(open(os.environ["BURNISH_TASK"]))["notes"]
+reader, writer = os.pipe()
 if os.fork() == 0:  # a daemon in a session of its own
     os.setsid()
     if os.fork():
@@ -31,6 +32,10 @@ else:
     os.wait()
     name = "agent"
 open(f"{notes}/{name}.{os.getpid()}", "w").close()
+if name == "daemon":
+    os.write(writer, b"x")
+else:
+    os.read(reader, 1)  # the daemon has its note
 if name == "daemon" or "waits" in sys.argv:
     time.sleep(600)
 """

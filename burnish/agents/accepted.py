@@ -58,14 +58,14 @@ def with_late_system_as_user(messages: Sequence[Message]) -> tuple[Message, ...]
     """Return a conversation whose system messages behind other messages are the user's. Each is
     one message with the user's messages next to it.
 
-    >>> found = with_late_system_as_user(
+    >>> messages = with_late_system_as_user(
     ...     [
     ...         {"role": "system", "content": "a"},
     ...         {"role": "user", "content": "b"},
     ...         {"role": "system", "content": "c"},
     ...     ]
     ... )
-    >>> found[1:]
+    >>> messages[1:]
     ({'role': 'user', 'content': 'b\\n\\nc'},)
     """
     result: list[Message] = []

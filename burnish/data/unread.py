@@ -70,8 +70,8 @@ def note_marks(row: Row, config: DataConfig) -> None:
 def _parts_of_a_prompt(columns: Mapping[str, Any], config: DataConfig) -> Iterator[str]:
     """Yield the columns with turns before the prompt, unless other columns have their texts, too,
     and with the input of an instruction that is the prompt."""
-    given = columns.get(HISTORY)
-    turns = [text for text in _texts(as_list(given) or given) if text.strip()]
+    history = columns.get(HISTORY)
+    turns = [text for text in _texts(as_list(history) or history) if text.strip()]
     if turns:
         others = "\n".join(
             text for key in columns if key != HISTORY for text in _texts(columns[key])

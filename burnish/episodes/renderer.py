@@ -208,8 +208,8 @@ class ChatRenderer(TextCodec):
     def _check_rendered_calls(self) -> None:
         """Raise RendererError if the template leaves out the calls that ``tool_format`` reads: each
         turn renders all messages again, so the policy would not see its own."""
-        made = call("look_up", {"key": "a"}, "probe0000")
-        answered = [user("Go."), assistant("", tool_calls=[made]), user("On.")]
+        lookup = call("look_up", {"key": "a"}, "probe0000")
+        answered = [user("Go."), assistant("", tool_calls=[lookup]), user("On.")]
         try:
             self._template.check(answered, (), REFUSED_IN_PROMPTS)
         except DataError as error:

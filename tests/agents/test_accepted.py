@@ -144,7 +144,7 @@ def test_a_reference_to_a_tool_is_text_with_its_name() -> None:
 
 
 def test_late_system_messages_become_part_of_the_users_and_extend_as_before() -> None:
-    """What a later request adds behind an answer changes nothing before it."""
+    """Messages that a later request adds after an answer change none before it."""
     draw = random.Random(0)
     for _ in range(300):
         roles = [draw.choice(["system", "user", "user", "tool"]) for _ in range(draw.randint(1, 5))]
@@ -173,7 +173,7 @@ def test_late_system_messages_become_part_of_the_users_and_extend_as_before() ->
 
 
 def test_calls_that_are_not_trained_are_recorded_and_in_no_row() -> None:
-    """A title without tools, and a call of a small model, beside the work of the agent. A call
+    """A title without tools, and a call of a small model, during the work of the agent. A call
     without tools that continues the work is only a part of the next prompt."""
 
     async def scenario(accepted: Accepted) -> Any:

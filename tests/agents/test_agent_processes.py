@@ -65,7 +65,7 @@ def started(notes: Path, count: int) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether the processes have ended, within a minute."""
+    """True if the processes end within a minute."""
     deadline = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in pids):
         if time.monotonic() > deadline:
